@@ -14,29 +14,14 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from benchmarks import compressed, coreset, stragglers
-from benchmarks.paired import run_in_turns
+from benchmarks import coreset, stragglers, turns
+from benchmarks.paired import Row, show
 from thinwire.core.statistics import ratios
 from thinwire.lab.emulate import available
-from thinwire.lab.runs.comparison import Comparison, compare
-from thinwire.lab.runs.defaults import resolve
+from thinwire.lab.runs import Comparison, compare, resolve
 
 WORKERS = 4
-Row = tuple[str, str, str, str]
-
-
-def against_ddp(link: str | None, workers: int, rounds: int, module: str = "against_ddp") -> dict[str, Any]:
-    """Run a paired benchmark once and return what rank 0 wrote."""
-    return run_in_turns(module, workers, str(rounds), link=link)
-
-
-def paired_row(name: str, baseline: str, found: dict[str, Any], bar: str, contender: str = "thinwire") -> Row:
-    """One line of the table: the ratio's median and quartiles, by the clock and by CPU time."""
-    thinwire = found["contenders"][contender]
-    wall, cpu = thinwire[f"speed_vs_{baseline}"], thinwire[f"cpu_speed_vs_{baseline}"]
-    return (name, f"{wall['median']:.3f}", f"{wall['low']:.3f} to {wall['high']:.3f}; CPU {cpu['median']:.3f}", bar)
 
 
 def exposed(steps: int, rounds: int) -> Comparison:
@@ -58,28 +43,14 @@ def exposed_row(comparison: Comparison) -> Row:
 
 def main(arguments: Sequence[str]) -> None:
     """Print a Markdown table."""
-    show(("what", "median", "quartiles or range", "bar"))
-    show(("---",) * 4)
-    emulated = available() is None
-    for row in against(emulated=emulated, rounds=20 if "--all" in arguments and "--quick" not in arguments else 8):
-        show(row)
-    if "--all" in arguments:
-        for row in others(emulated=emulated, quick="--quick" in arguments):
-            show(row)
-    if not emulated:
-        print(f"\nlinks are not emulated: {available()}")
-
-
-def against(*, emulated: bool, rounds: int) -> Iterator[Row]:
-    """Speeds against DDP, and of one worker against the bare loop."""
-    yield paired_row("attach on one worker, speed vs the bare loop", "bare", against_ddp(None, 1, rounds), "0.98")
-    yield paired_row("AllReduce vs DDP, 4 workers, unshaped", "ddp", against_ddp(None, WORKERS, rounds), "0.98")
-    if emulated:
-        yield paired_row("AllReduce vs DDP, 4 workers, 1gbit", "ddp", against_ddp("1gbit", WORKERS, rounds), "0.98")
-        found = against_ddp("100mbit", WORKERS, 3, "recipes")
-        for name in found["contenders"]:
-            if name != "ddp":
-                yield paired_row(f"{name} vs DDP, 4 workers, 100mbit", "ddp", found, "", name)
+    whole, quick = "--all" in arguments, "--quick" in arguments
+    show(("what", "median", "quartiles or range", "bar"), ("---",) * 4)
+    for name in ("bare", "ddp", "recipes"):
+        show(*turns.rows(name, rounds=3 if name == "recipes" else 20 if whole and not quick else 8))
+    if whole:
+        show(*others(emulated=available() is None, quick=quick))
+    if reason := available():
+        print(f"\nlinks are not emulated: {reason}")
 
 
 def others(*, emulated: bool, quick: bool) -> Iterator[Row]:
@@ -88,12 +59,7 @@ def others(*, emulated: bool, quick: bool) -> Iterator[Row]:
     yield from stragglers.rows(quick=quick)
     if emulated:
         yield exposed_row(exposed(steps=16 if quick else 32, rounds=1 if quick else 3))
-        yield from compressed.rows(quick=quick)
-
-
-def show(row: Sequence[str]) -> None:
-    """Print one line of the table."""
-    print(f"| {' | '.join(row)} |", flush=True)
+    yield from turns.rows("compressed", rounds=4 if quick else 12)
 
 
 if __name__ == "__main__":

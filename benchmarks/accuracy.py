@@ -29,10 +29,10 @@ from typing import Any
 import torch
 
 import thinwire
+from thinwire import ConfigError, NonFiniteError
 from thinwire.core.storage.files import write_atomically
-from thinwire.errors import ConfigError, NonFiniteError
 from thinwire.lab import tasks
-from thinwire.lab.tasks.language import text
+from thinwire.lab.tasks import text
 from thinwire.lab.tasks.models.base import Network, build
 from thinwire.lab.tasks.models.gpt import GPT, GPTSize
 from thinwire.planning import simulate

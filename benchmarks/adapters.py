@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import peft
@@ -23,17 +23,45 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.fusion import seconds
-from thinwire.arrays.finetuning import AdapterArray, adapters
+from thinwire import AdapterArray, adapters
 from thinwire.arrays.finetuning.capacity import PeakMemory
-from thinwire.arrays.fusion import AdamW, Each, keep_memory
+from thinwire.arrays.fusion import AdamW, Each, keep_memory, measuring
 from thinwire.core.statistics import ratios
 
+_TURN_SECONDS = 5e-3
 # Hidden size, layers; the base of 25 million parameters is the last.
 BASES = {"0.4 M": (64, 4), "3 M": (192, 6), "25 M": (512, 8)}
 # The targets and the rank that PEFT has for Llama by default.
 _USUAL = ["q_proj", "v_proj"]
 SHAPES = [(8, 1, 64), (8, 1, 16), (8, 4, 64), (2, 1, 64), (1, 1, 64), (8, 2, 512)]
+
+
+def seconds(contenders: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Return the CPU seconds of each contender; they take turns for some rounds.
+
+    A turn is as many uses as take five milliseconds, after one that is not counted, because the caches still hold the
+    previous contender's data. The first two rounds and autotuning are not counted either.
+    """
+    found: dict[str, list[float]] = {name: [] for name in contenders}
+    with measuring():
+        for work in contenders.values():
+            work()
+    uses = {name: max(2, round(_TURN_SECONDS / _timed(work, 2))) for name, work in contenders.items()}
+    for round_ in range(rounds + 2):
+        for name, work in contenders.items():
+            work()
+            taken = _timed(work, uses[name])
+            if round_ >= 2:
+                found[name].append(taken)
+    return found
+
+
+def _timed(work: Callable[[], object], uses: int) -> float:
+    """Return the CPU seconds of one use."""
+    start = time.process_time()
+    for _ in range(uses):
+        work()
+    return (time.process_time() - start) / uses
 
 
 def base_of(hidden: int, layers: int) -> Any:
@@ -123,7 +151,7 @@ def ranks(rounds: int = 5) -> None:
 
         steps = {"padded": step_of(each, ids), "two": two, "rank 2": step_of([2] * 8, ids)}
         found = seconds(steps, rounds)
-        rows = (ratios(found[kind], found["padded"]) for kind in ("two", "rank 2"))
+        rows = (ratios(found[kind], found["padded"]).quartiles for kind in ("two", "rank 2"))
         text = "  ".join(f"{middle:.2f} ({low:.2f} to {high:.2f})" for low, middle, high in rows)
         print(f"{name:6} {1e3 * statistics.median(found['padded']):10.1f}  {text}", flush=True)
 

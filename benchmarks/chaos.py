@@ -22,7 +22,7 @@ worker reports a step, so that a repetition sends the same signals, but not in t
 from __future__ import annotations
 
 import argparse
-import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -36,6 +36,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ TIMEOUT = 10.0
 SHORT_TIMEOUT = 4.0  # starting takes a while on a busy machine
 DEADLINE = 75.0
 LR = 0.05
+FORK = multiprocessing.get_context("fork")
 LOST = ("PeerLostError", "RunEndedError", "CommTimeoutError")
 
 
@@ -97,9 +99,8 @@ class Plan:
 class Log:
     """What one worker has reported, and how it ended."""
 
-    pid: int
-    source: int
-    rest: bytes = b""
+    process: Any
+    inbox: Connection
     steps: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
     saves: list[int] = field(default_factory=list[int])
     last: int = -1
@@ -108,7 +109,29 @@ class Log:
     end: dict[str, Any] | None = None
     error: str = ""
     left: bool = False
-    code: int | None = None
+
+    @property
+    def code(self) -> int | None:
+        """The exit code; None while it runs."""
+        return self.process.exitcode
+
+    def read(self) -> None:
+        """Take in what it has reported."""
+        with suppress(EOFError, OSError):
+            while self.inbox.poll():
+                self._take(**self.inbox.recv())
+
+    def _take(self, **told: Any) -> None:
+        if "step" in told:
+            self.last = told["step"]
+            self.steps[self.last] = (told["batch"][0], told["batch"][1])
+        elif "begins" in told:
+            self.begins, self.name = told["begins"], told["name"]
+        elif "saved" in told:
+            self.saves.append(told["saved"])
+        self.left |= "left" in told
+        self.error = told.get("error", self.error)
+        self.end = told.get("end", self.end)
 
 
 def plan_of(seed: int, number: int) -> Plan:
@@ -174,7 +197,7 @@ def vector(model: Any) -> list[str]:
     return [float(x).hex() for p in model.parameters() for x in p.detach().flatten()]
 
 
-def work(plan: Plan, number: int, out: int, folder: Path) -> None:
+def work(plan: Plan, number: int, out: Connection, folder: Path) -> None:
     """Train as one worker."""
     import torch
 
@@ -183,7 +206,7 @@ def work(plan: Plan, number: int, out: int, folder: Path) -> None:
     from thinwire.elastic.sampler import ElasticSampler
 
     def tell(**fields: Any) -> None:
-        os.write(out, json.dumps(fields).encode() + b"\n")
+        out.send(fields)
 
     torch.set_num_threads(1)
     model = model_of()
@@ -230,6 +253,26 @@ def work(plan: Plan, number: int, out: int, folder: Path) -> None:
     tell(end={"model": found, "crews": crews, "lost": lost, "dealt": sampler.assignment(worker)})
 
 
+def worker(plan: Plan, number: int, port: int, out: Connection, folder: Path) -> None:
+    """Be the process of one worker."""
+    code = 3
+    try:
+        os.environ |= {
+            "THINWIRE_STORE": f"127.0.0.1:{port}",
+            "THINWIRE_RUN": f"chaos-{plan.number}-{os.getppid()}-{folder.name}",
+            "THINWIRE_WORKERS": str(plan.size),
+            "THINWIRE_RANK": str(number if number < plan.size else 0),
+        }
+        os.dup2(os.open(folder / f"worker-{number}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+        work(plan, number, out, folder / "checkpoints")
+        code = 0
+    except BaseException as error:
+        traceback.print_exc()
+        out.send({"error": f"{type(error).__name__}: {error}"})
+    finally:
+        os._exit(code)
+
+
 # -- a run ---------------------------------------------------------------------------------------------------
 
 
@@ -246,30 +289,11 @@ class Run:
 
     def start(self, number: int) -> None:
         """Fork a worker."""
-        source, out = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            code = 9
-            try:
-                os.close(source)
-                os.environ |= {
-                    "THINWIRE_STORE": f"127.0.0.1:{self.port}",
-                    "THINWIRE_RUN": f"chaos-{self.plan.number}-{os.getppid()}-{self.folder.name}",
-                    "THINWIRE_WORKERS": str(self.plan.size),
-                    "THINWIRE_RANK": str(number if number < self.plan.size else 0),
-                }
-                os.dup2(os.open(self.folder / f"worker-{number}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
-                work(self.plan, number, out, self.folder / "checkpoints")
-                code = 0
-            except BaseException as error:
-                traceback.print_exc()
-                os.write(out, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
-                code = 3
-            finally:
-                os._exit(code)
-        os.close(out)
-        os.set_blocking(source, False)
-        self.logs[number] = Log(pid, source)
+        inbox, out = FORK.Pipe(duplex=False)
+        process = FORK.Process(target=worker, args=(self.plan, number, self.port, out, self.folder))
+        process.start()
+        out.close()
+        self.logs[number] = Log(process, inbox)
 
     def run(self) -> None:
         """Run to the end, and kill what is left at the deadline."""
@@ -278,48 +302,18 @@ class Run:
             self.start(number)
         try:
             while any(log.code is None for log in self.logs.values()) or self.armed:
-                self.read()
-                self.reap()
+                for log in self.logs.values():
+                    log.read()
                 self.strike()
                 if time.monotonic() > deadline:
                     self.hung = [number for number, log in self.logs.items() if log.code is None]
                     return
                 time.sleep(0.003)
-            self.read()
         finally:
             for log in self.logs.values():
-                if log.code is None:
-                    os.kill(log.pid, signal.SIGKILL)
-                    os.waitpid(log.pid, 0)
-                os.close(log.source)
-
-    def read(self) -> None:
-        """Take in what workers have reported."""
-        for log in self.logs.values():
-            with suppress(BlockingIOError):
-                while chunk := os.read(log.source, 1 << 16):
-                    log.rest += chunk
-            *lines, log.rest = log.rest.split(b"\n")
-            for line in lines:
-                told = json.loads(line)
-                if "step" in told:
-                    log.last = told["step"]
-                    log.steps[log.last] = (told["batch"][0], told["batch"][1])
-                elif "begins" in told:
-                    log.begins, log.name = told["begins"], told["name"]
-                elif "saved" in told:
-                    log.saves.append(told["saved"])
-                log.left |= "left" in told
-                log.error = told.get("error", log.error)
-                log.end = told.get("end", log.end)
-
-    def reap(self) -> None:
-        """Note which workers have ended."""
-        for log in self.logs.values():
-            if log.code is None:
-                pid, status = os.waitpid(log.pid, os.WNOHANG)
-                if pid:
-                    log.code = os.waitstatus_to_exitcode(status)
+                log.process.kill()
+                log.process.join()
+                log.read()
 
     def strike(self) -> None:
         """Inject the faults that are due."""
@@ -344,7 +338,7 @@ class Run:
             if log.code is not None or (fault.kind != "continue" and log.end is not None):
                 continue
             number = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "continue": signal.SIGCONT}
-            os.kill(log.pid, number.get(fault.kind, signal.SIGSTOP))
+            os.kill(log.process.pid, number.get(fault.kind, signal.SIGSTOP))
             if fault.kind.endswith("stop"):
                 self.armed.append((now + fault.seconds, Fault("continue", fault.worker, 0, 0, 0.0)))
             if fault.kind != "continue":
@@ -487,21 +481,14 @@ class Run:
         return [] if far < 1e-5 else [f"the model is {far:g} away from a serial computation"]
 
 
-def host_in_child() -> tuple[int, int]:
-    """Host the store of all runs in a process of its own; returns its port and its id."""
-    source, out = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        from thinwire.core.comm.rendezvous import host_store
+def host(out: Connection) -> None:
+    """Host the store of all runs, and tell its port."""
+    from thinwire.core.comm.rendezvous import host_store
 
-        store = host_store("127.0.0.1", 0)
-        os.write(out, f"{store.port}\n".encode())
-        while os.getppid() != 1:
-            time.sleep(0.5)
-        os._exit(0)
-    os.close(out)
-    with os.fdopen(source) as lines:
-        return int(lines.readline()), pid
+    store = host_store("127.0.0.1", 0)
+    out.send(store.port)
+    while os.getppid() != 1:
+        time.sleep(0.5)
 
 
 def run_all(numbers: list[int], seed: int) -> int:
@@ -521,7 +508,10 @@ def run_all(numbers: list[int], seed: int) -> int:
     for recipe in RECIPES:
         import_module("thinwire").parse(recipe)
 
-    port, host = host_in_child()
+    inbox, out = FORK.Pipe(duplex=False)
+    hosting = FORK.Process(target=host, args=(out,), daemon=True)
+    hosting.start()
+    port = inbox.recv()
     kinds: Counter[str] = Counter()
     broken: list[int] = []
     trained = 0
@@ -548,8 +538,8 @@ def run_all(numbers: list[int], seed: int) -> int:
             else:
                 shutil.rmtree(folder, ignore_errors=True)
     finally:
-        os.kill(host, signal.SIGKILL)
-        os.waitpid(host, 0)
+        hosting.kill()
+        hosting.join()
     faults = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     print(
         f"{len(numbers)} runs with seed {seed} in {time.monotonic() - begin:.0f} s; faults: {faults or 'none'}; "

@@ -31,6 +31,7 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 
+from reproductions.shared.charts import Panel, lines
 from thinwire.elastic import closing
 from thinwire.elastic.closing import CloseRule
 from thinwire.planning.plan.late import DEVIATIONS, QUORUMS, Cell, Fleet, Outcome, choose, simulate
@@ -62,22 +63,21 @@ def measure() -> dict[Cell, Outcome]:
 
 def draw(found: Mapping[Cell, Outcome], path: Path) -> None:
     """Draw the three figures over the quorum, a line for each grace window."""
-    from thinwire.lab.report.palette import PAPER, looks
-    from thinwire.lab.report.picture import canvas, key, legend, plain
+    from thinwire.lab.report.picture import write_svg
 
-    names = [f"deviations={each:g}" for each in DEVIATIONS]
-    styles = looks(names)
-    figure = canvas(9.0, 3.4)
-    panels = {"goodput": "goodput", "mean_age": "mean age, rounds", "effective": "effective goodput"}
-    for place, (name, label) in enumerate(panels.items()):
-        axes = figure.add_subplot(1, len(panels), place + 1)
-        plain(axes, x="quorum", y=label)
-        for deviations, look in zip(DEVIATIONS, styles, strict=True):
-            values = [getattr(found[quorum, deviations], name) for quorum in QUORUMS]
-            axes.plot(QUORUMS, values, color=look.tone.light, linestyle=look.line, marker=look.marker, markersize=4)
-        axes.set_ylim(bottom=0)
-    legend(figure, [key(look) for look in styles], names)
-    figure.savefig(path, facecolor=PAPER.light, metadata={"Date": None})
+    figures = {"goodput": "goodput", "mean_age": "mean age, rounds", "effective": "effective goodput"}
+    panels = [
+        Panel(
+            label,
+            {
+                f"deviations={d:g}": [{quorum: getattr(found[quorum, d], name) for quorum in QUORUMS}]
+                for d in DEVIATIONS
+            },
+            "quorum",
+        )
+        for name, label in figures.items()
+    ]
+    write_svg(lines("closing", panels, title="Rounds that close by a rule", caption="").figure, path)
 
 
 def slacks() -> None:

@@ -64,13 +64,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks import fleet
 from benchmarks.peers import install, installed, python_of
-from thinwire.lab.emulate import Network, parse_links
-from thinwire.lab.emulate.launch import Workers
+from thinwire.lab.emulate import Network, WorkerExit, Workers, parse_links
 from thinwire.lab.emulate.network import RENDEZVOUS_PORT, address
-from thinwire.lab.emulate.worker import WorkerExit
 
-RESULTS = Path(__file__).parent / "results" / "survival"
 PERIOD = 8
 RECIPES = ("AllReduce()", f"LocalSGD(period={PERIOD})", f"DiLoCo(period={PERIOD})")
 CONTENDERS = (
@@ -211,8 +209,7 @@ class Job:
     def kill(self, slot: int) -> float:
         """SIGKILL to a worker; returns when."""
         now = time.monotonic()
-        with suppress(ProcessLookupError):
-            os.kill(self._workers.pids[slot + self._hosts], signal.SIGKILL)
+        fleet.kill([self._workers.pids[slot + self._hosts]])
         return now
 
     def poll(self) -> None:
@@ -239,9 +236,7 @@ class Job:
         self._workers = self._generation.enter_context(workers)
 
     def _end(self) -> None:
-        for pid in {self._workers.pids[rank] for rank in self._workers.running}:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        fleet.kill({self._workers.pids[rank] for rank in self._workers.running})
         self._workers.poll(0.2)
         self._generation.close()
 
@@ -331,11 +326,6 @@ def measure(contender: str, options: argparse.Namespace) -> dict[str, Any]:
 # -- a worker ----------------------------------------------------------------------------------------------------------
 
 
-def tell(**said: Any) -> None:
-    """A line to the parent."""
-    print(json.dumps({"at": time.monotonic(), **said}), flush=True)
-
-
 class Loop:
     """What every contender does in a step.
 
@@ -346,16 +336,13 @@ class Loop:
     def __init__(self, slot: int) -> None:
         import torch
 
-        from benchmarks.against_ddp import SIZES
         from thinwire.lab import tasks
-        from thinwire.lab.tasks.models.base import build
-        from thinwire.lab.tasks.models.gpt import GPT
 
         torch.set_num_threads(1)
         self._slot = slot
         self._task = tasks.load("text")
         self._shard = self._task.shards(WORKERS, split="iid", seed=0)[slot]
-        self.model = build(lambda: GPT(SIZES["0.5"]), seed=0)
+        self.model = self._task.model("0.5m", seed=0)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
     def once(self, step: int) -> None:
@@ -380,13 +367,13 @@ def train(slot: int, recipe: str, *, elastic: bool) -> None:
         # Where none is complete yet, the run begins anew.
         with suppress(CheckpointError):
             worker.load(folder)
-        tell(loaded=worker.step)
+        fleet.tell(loaded=worker.step)
     while True:
         loop.once(worker.step)
         pending += 1
         kept = pending if worker.step % period == 0 else 0
         pending -= kept
-        tell(step=worker.step, kept=kept)
+        fleet.tell(step=worker.step, kept=kept)
         if not elastic and worker.step % SAVE_STEPS == 0:
             worker.save(folder)
 
@@ -435,7 +422,7 @@ def train_torchft(slot: int, method: str) -> None:
                 pending = 0  # it goes back to the last average
             healed.clear()
             committed.clear()
-            tell(step=step, kept=kept)
+            fleet.tell(step=step, kept=kept)
 
 
 def manager_of(loop: Any, own: str, port: int, healed: list[bool], lighthouse: str, name: str) -> Any:
@@ -484,7 +471,7 @@ def worker(contender: str) -> None:
     if slot < 0:
         host(kind)
         return
-    tell(began=time.monotonic())
+    fleet.tell(began=time.monotonic())
     if kind == "torchft":
         train_torchft(slot, recipe)
         return
@@ -509,12 +496,7 @@ def main() -> None:
     for contender in [each for each in CONTENDERS if any(text in each for text in options.only)]:
         if contender.startswith("torchft") and not installed("torchft"):
             install("torchft")
-        line = json.dumps(measure(contender, options))
-        print(line, flush=True)
-        if options.save:
-            RESULTS.mkdir(parents=True, exist_ok=True)
-            with (RESULTS / f"{options.save}.jsonl").open("a") as file:
-                file.write(line + "\n")
+        fleet.keep([measure(contender, options)], options.save)
 
 
 if __name__ == "__main__":

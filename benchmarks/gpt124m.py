@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of real size: a GPT of 124 million parameters on two workers, over an emulated link.
+"""One run of real size: a GPT of 85 million parameters on two workers, over an emulated link.
 
 python -m benchmarks.gpt124m [--strategy RECIPE ...] [--steps N] [--link 1gbit] [--batch N] [--micro N] [--context N]
-    [--bytes] [--device cuda]
+    [--device cuda]
 
-The model is GPT-2 small (12 layers, 768 wide, a vocabulary of 50,257 tied to the head). A token is two bytes of
-Python's own library, so that there is something to learn without a tokenizer; with --bytes it is one byte, and the
-model has 85 million parameters. It prints what a step takes and waits, the bytes of the interfaces, the memory of each
-worker, and the loss. Several recipes run one after another in the same processes, each from the same start.
+The model has the blocks of GPT-2 small (12 layers, 768 wide) and a vocabulary of bytes, and learns Python's own
+library. It prints what a step takes and waits, the bytes of the interfaces, the memory of each worker, and the loss.
+Several recipes run one after another in the same processes, each from the same start.
 
 On a GPU both workers share the first one, compute in bf16 by autocast, and send over Gloo.
 """
@@ -34,7 +33,6 @@ from thinwire.lab.tasks.models.base import build
 from thinwire.lab.tasks.models.gpt import GPT, GPT_SIZES
 from thinwire.worker.worker import internals_of
 
-VOCABULARY = 50_257
 RECIPE = "DiLoCo(period=8, fragments=4, delay=2, mixing=0.5, codec=Quantize(4))"
 
 
@@ -47,7 +45,6 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--micro", type=int, default=1, help="batches of which a step accumulates the gradients")
-    parser.add_argument("--bytes", action="store_true", help="a model of bytes, with 85 million parameters")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -74,26 +71,11 @@ def main() -> None:
             print(f"{name:32}", *(f"{row[name]:12.4g}" for row in own))
 
 
-def model_of(context: int, *, of_bytes: bool) -> nn.Module:
-    """GPT-2 small, whose head has the embedding's weight, or its blocks with a vocabulary of bytes."""
-    if of_bytes:
-        return build(lambda: GPT(GPT_SIZES["124m"], context=context, vocabulary=256), seed=0)
-    model = build(lambda: GPT(GPT_SIZES["124m"], context=context, vocabulary=VOCABULARY), seed=0)
-    model.head = nn.Linear(model.head.in_features, VOCABULARY, bias=False)
-    model.head.weight = model.embedding.weight
-    nn.init.normal_(model.embedding.weight, std=0.02)
-    return model
-
-
-def tokens_of(rank: int, *, of_bytes: bool) -> Tensor:
-    """One half of Python's own library, two bytes a token or one."""
+def tokens_of(rank: int) -> Tensor:
+    """One half of Python's own library, as bytes."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = b"".join(file.read_bytes() for file in files[rank::2])
-    whole = torch.frombuffer(bytearray(text[: len(text) // 2 * 2]), dtype=torch.uint8).long()
-    if of_bytes:
-        return whole
-    pairs = whole.view(-1, 2)
-    return (256 * pairs[:, 0] + pairs[:, 1]) % VOCABULARY
+    return torch.frombuffer(bytearray(text[: len(text) // 2 * 2]), dtype=torch.uint8).long()
 
 
 def train(options: argparse.Namespace) -> None:
@@ -109,12 +91,12 @@ def train_by(strategy: str, options: argparse.Namespace) -> None:
     """One worker's loop, and its figures as a line of JSON."""
     rank, device = dist.get_rank(), torch.device(options.device)
     on_gpu = device.type == "cuda"
-    model = model_of(options.context, of_bytes=options.bytes).to(device)
+    model = build(lambda: GPT(GPT_SIZES["124m"], context=options.context, vocabulary=256), seed=0).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     worker = thinwire.attach(model, optimizer, strategy, timeout=600)
-    tokens, draw = tokens_of(rank, of_bytes=options.bytes).to(device), torch.Generator().manual_seed(rank)
+    tokens, draw = tokens_of(rank).to(device), torch.Generator().manual_seed(rank)
     meter, begun = worker.comm.meter, sent_bytes()
     payload, waited = meter.payload_bytes, meter.exposed_seconds
     seconds: list[float] = []

@@ -47,7 +47,7 @@ _PYTEST = [
 HEADLINE = "OverlapLocalSGD(period=8, codec=ErrorFeedback(Nearest(bits=4)))"
 _GRACE_SECONDS = 10.0
 # 131,072 tokens a step, which take some 0.5 s where two workers share an H200.
-_LINK = ["--bytes", "--device", "cuda", "--link", "100mbit", "--context", "1024", "--batch", "32", "--micro", "4"]
+_LINK = ["--device", "cuda", "--link", "100mbit", "--context", "1024", "--batch", "32", "--micro", "4"]
 PARTS: dict[str, tuple[list[str], int]] = {
     "tests": ([*_PYTEST, "-m", "gpu", *(file for file in _MARKED if file != _ELASTIC)], 110),
     "elastic": (["-m", "pytest", "-m", "gpu", "-s", "-rfE", "--tb=short", "-p", "no:benchmark", _ELASTIC], 60),

@@ -10,13 +10,11 @@ On a GPU, whole codes are measured: the bytes that they must read and write, a s
 from __future__ import annotations
 
 import argparse
-import os
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
@@ -25,16 +23,14 @@ import torch
 from torch import Tensor
 
 import thinwire
-from benchmarks.paired import Step, start, take_turns
+from benchmarks.paired import Row, Step, show, start, take_turns
 from thinwire.core import kernels
-from thinwire.core.comm.threads import Hub, ThreadComm
 from thinwire.core.kernels import adaptive
 from thinwire.core.kernels.base import compiled
 from thinwire.core.kernels.reference import adaptive as by_torch
 from thinwire.core.kernels.reference import chunks, largest, quantized, rounded, signs, sketched
 from thinwire.core.statistics import ratios
 
-Row = tuple[str, str, str, str, str]
 Work = Callable[[], object]
 
 BLOCK, KEY, ROWS, BITS = 2048, 7, 5, 4
@@ -155,45 +151,6 @@ def large_cases(x: Tensor) -> list[Case]:
     ]
 
 
-def sketched_step_cases(x: Tensor) -> list[Case]:
-    """Whole steps of the strategies that estimate few elements from a sketch, with one worker."""
-
-    def case(recipe: str) -> Case:
-        strategy = thinwire.parse(recipe)
-        assert isinstance(strategy, thinwire.Strategy)
-        holder = torch.nn.Module()
-        holder.register_parameter("x", torch.nn.Parameter(torch.zeros_like(x)))
-        optimizer = torch.optim.SGD(holder.parameters(), lr=0.1)
-        (r,) = thinwire.attach(holder, optimizer, strategy, comm=ThreadComm(Hub(1), 0)).replicas
-
-        def ours() -> None:
-            r.g.copy_(x)
-            strategy.before_step(r)
-
-        def theirs() -> None:
-            with by_torch_alone():
-                ours()
-
-        return Case(f"a step of {recipe}", ours, theirs, 12.0)
-
-    return [
-        case("FetchSGD()"),
-        case("FetchSGD(conserving=True)"),
-        case("SketchedSGD(second_round=0, recovery='sketch')"),
-        case("SketchedSGD(recovery='sketch')"),
-    ]
-
-
-@contextmanager
-def by_torch_alone() -> Generator[None, None, None]:
-    """Switch compiled kernels off."""
-    os.environ["THINWIRE_NATIVE"] = "0"
-    try:
-        yield
-    finally:
-        del os.environ["THINWIRE_NATIVE"]
-
-
 def step_cases(x: Tensor) -> list[Case]:
     """Steps of 1-bit LAMB and 1-bit Adam with frozen variance."""
     one = torch.ones_like(x)
@@ -254,7 +211,7 @@ def rows(*, quick: bool, torch_rounds: int, only: str) -> Iterator[Row]:
     """Measure all rows of the table."""
     n = (4 if quick else 32) * MILLION
     x = torch.randn(n, generator=torch.Generator().manual_seed(0))
-    for make in (sign_cases, bit_cases, rounded_cases, large_cases, step_cases, sketched_step_cases):
+    for make in (sign_cases, bit_cases, rounded_cases, large_cases, step_cases):
         yield from (measured(case, x, torch_rounds) for case in make(x) if only in case.name)
 
 
@@ -341,38 +298,10 @@ def on_device(n: int, device: torch.device, seconds: float = 0.4) -> Iterator[tu
             yield recipe, f"{type(error).__name__}: {str(error)[:200]}", "", ""
 
 
-def by_warps(n: int, device: torch.device, until: float) -> Iterator[tuple[str, ...]]:
-    """Yield the milliseconds of encoding and decoding with other numbers of warps for a block, until a time."""
-    from thinwire.core.kernels import triton_bits
-
-    x, usual = torch.randn(n, device=device), triton_bits.PER_THREAD
-    for recipe in GPU_CODES:
-        cells = list[str]()
-        for elements in (64, 32, 16, 8):
-            triton_bits.PER_THREAD = elements
-            try:
-                if time.perf_counter() > until:
-                    raise TimeoutError
-                case = device_case(recipe, x)
-                cells.append(
-                    " / ".join(f"{milliseconds(work, device, 0.1):.3f}" for work in (case.encode, case.decode))
-                )
-            except Exception as error:  # the others are measured
-                cells.append(type(error).__name__)
-            finally:
-                triton_bits.PER_THREAD = usual
-        yield recipe, *cells
-
-
 def tables_of_device(n: int, device: torch.device) -> None:
-    """Print the tables of a GPU, in at most 45 seconds."""
-    until = time.perf_counter() + 35
+    """Print the table of a GPU."""
     head = ("code", "bits per element", "encode, share of a copy", "decode, share of a copy")
-    for row in chain((head, ("---",) * 4), on_device(n, device)):
-        print(f"| {' | '.join(row)} |", flush=True)
-    print("\nEncode / decode in milliseconds, by the elements of a block that a thread has:\n")
-    for row in chain((("code", "64", "32", "16", "8"), ("---",) * 5), by_warps(n, device, until)):
-        print(f"| {' | '.join(row)} |", flush=True)
+    show(head, ("---",) * 4, *on_device(n, device))
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -387,7 +316,7 @@ def main(arguments: Sequence[str]) -> None:
         return
     head = ("kernel, on one core", "ns per element", "speed vs copying", "speed vs torch", "bar")
     for row in chain((head, ("---",) * 5), rows(quick=asked.quick, torch_rounds=asked.torch_rounds, only=asked.only)):
-        print(f"| {' | '.join(row)} |", flush=True)
+        show(row)
     print(f"\nat most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / MILLION:.1f} GiB of memory")
 
 

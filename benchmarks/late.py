@@ -32,10 +32,8 @@ Each result is a line of JSON.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import secrets
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -52,14 +50,12 @@ import torch
 from torch import Tensor
 
 import thinwire
-from benchmarks.against_ddp import SIZES
+from benchmarks import fleet
 from benchmarks.nat import STORE_VARIABLES, NatRig, start_store
-from benchmarks.unequal import BATCH, BATCHES, LR, PERIOD, WORKERS, loss_of, model_of
+from benchmarks.unequal import BATCH, BATCHES, LR, PERIOD, WORKERS, compared, loss_after, loss_of
 from thinwire.core.storage.bucket import KEY, new_key
 from thinwire.elastic.closing import CloseRule, Closing, Contribution
 from thinwire.lab import tasks
-from thinwire.lab.tasks.models.base import build
-from thinwire.lab.tasks.models.gpt import GPT
 from thinwire.planning.plan.late import Fleet, simulate
 
 SPEEDS = (1.0, 1.0, 1.0, 5.0)
@@ -103,7 +99,7 @@ def worker(rank: int, url: str, *, late: bool, large: bool) -> None:
     setting = LARGE if large else SMALL
     if large:
         task = tasks.load("text")
-        model: torch.nn.Module = build(lambda: GPT(SIZES["6"]), seed=0)
+        model: torch.nn.Module = task.model("6m", seed=0)
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
         shard = task.shards(WORKERS, split="iid", seed=0)[rank]
     else:
@@ -127,11 +123,11 @@ def worker(rank: int, url: str, *, late: bool, large: bool) -> None:
         optimizer.step()
         optimizer.zero_grad()
         number += 1
-        print(json.dumps([time.monotonic(), trained.step]), flush=True)
+        fleet.tell(step=trained.step)
 
 
 @contextmanager
-def fleet(*, late: bool, large: bool) -> Generator[list[subprocess.Popen[str]]]:
+def started(*, late: bool, large: bool) -> Generator[list[subprocess.Popen[str]]]:
     """Start the workers, over a folder or behind links to a store."""
     command = [sys.executable, "-m", "benchmarks.late", "worker"] + ["--late"] * late + ["--large"] * large
     environment = {KEY: new_key(), "OMP_NUM_THREADS": "1"}
@@ -165,38 +161,24 @@ def end(processes: list[subprocess.Popen[str]]) -> None:
 def speed(*, late: bool, large: bool) -> dict[str, Any]:
     """How much of the summed speed is used."""
     setting = LARGE if large else SMALL
-    ends: list[list[tuple[float, int]]] = [[] for _ in range(WORKERS)]
+    steps = fleet.Steps([setting.step * each for each in SPEEDS], PERIOD, setting.warm, setting.window)
 
     def read(rank: int, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            at, step = json.loads(line)
-            ends[rank].append((at, step))
+            steps.read(rank, "stdout", line)
 
-    with fleet(late=late, large=large) as processes:
+    with started(late=late, large=large) as processes:
         for rank, process in enumerate(processes):
             threading.Thread(target=read, args=(rank, process), daemon=True).start()
-        begun, found = time.monotonic(), None
-        while found is None:
+        begun = time.monotonic()
+        while steps.seen() is None:
             time.sleep(0.2)
-            rounds = [at for at, step in list(ends[0]) if step % PERIOD == 0]
-            first = next((at for at in rounds if at > ends[0][0][0] + setting.warm), None)
-            last = next((at for at in rounds if first is not None and at > first + setting.window), None)
-            found = None if first is None or last is None else (first, last)
             if time.monotonic() > begun + setting.most or any(each.poll() is not None for each in processes):
                 raise SystemExit("the run ended, or took too long")
-    first, last = found
-    taken = [sum(1 for at, _ in each if first < at <= last) for each in ends]
-    summed = sum(1 / (setting.step * each) for each in SPEEDS)
-    return {
-        "what": "speed",
-        "recipe": f"LateMerging({', '.join(f'{name}={value}' for name, value in setting.late.items())}), {BASE}"
-        if late
-        else setting.recipe,
-        "seconds": round(last - first, 2),
-        "steps": taken,
-        "of_summed_speed": round(sum(taken) / (last - first) / summed, 4),
-    }
+    options = ", ".join(f"{name}={value}" for name, value in setting.late.items())
+    recipe = f"LateMerging({options}), {BASE}" if late else setting.recipe
+    return {"what": "speed", "recipe": recipe, **steps.used("steps")}
 
 
 def closings() -> tuple[Closing, ...]:
@@ -217,28 +199,13 @@ def late_loss(seed: int) -> float:
     """The held-out loss of the unequal fleet."""
     log, url = closings(), f"memory://{secrets.token_hex(4)}"
 
-    def train(_: int) -> float | None:
-        task = tasks.load("text")
-        model, optimizer = model_of(seed)
+    def train(_: int) -> float:
+        shared = {"rendezvous": url, "workers": WORKERS, "timeout": 900, "key": ""}
         late = thinwire.LateMerging(replay=log)
-        trained = thinwire.attach(
-            model, optimizer, BASE, rendezvous=url, workers=WORKERS, elastic=late, timeout=900, key=""
-        )
-        rank, number = trained.rank, 0
-        shard = task.shards(WORKERS, split="iid", seed=0)[rank]
-        while trained.step < len(log) * PERIOD:
-            task.loss(model, task.batch(shard, number, batch_size=BATCH, seed=seed, rank=rank)).backward()
-            trained.record_batch(BATCH)
-            optimizer.step()
-            optimizer.zero_grad()
-            number += 1
-        with trained.consensus() as agreed:
-            found = task.evaluate(agreed, limit=256).loss if rank == 0 else None
-        trained.detach()
-        return found
+        return loss_after(len(log) * PERIOD, seed, lambda *made: thinwire.attach(*made, BASE, elastic=late, **shared))
 
     with ThreadPoolExecutor(WORKERS) as pool:
-        return next(each for each in pool.map(train, range(WORKERS)) if each is not None)
+        return max(pool.map(train, range(WORKERS)))
 
 
 def main() -> None:
@@ -255,16 +222,9 @@ def main() -> None:
     if options.what == "worker":
         worker(options.rank, options.url, late=options.late, large=options.large)
     elif options.what == "speed":
-        for late in (True, False):
-            print(json.dumps(speed(late=late, large=options.large)), flush=True)
+        fleet.keep((speed(late=late, large=options.large) for late in (True, False)), None)
     else:
-        differences: list[float] = []
-        for seed in options.seeds:
-            equal, unequal = loss_of(BASE, seed, PERIOD * WORKERS), late_loss(seed)
-            differences.append(unequal / equal - 1)
-            row = {"what": "loss", "seed": seed, "equal_fleet": round(equal, 4), "unequal_fleet": round(unequal, 4)}
-            row |= {"difference": round(differences[-1], 4), "mean_difference": round(statistics.fmean(differences), 4)}
-            print(json.dumps(row), flush=True)
+        fleet.keep(compared(options.seeds, lambda seed: (loss_of(BASE, seed, PERIOD * WORKERS), late_loss(seed))), None)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,11 +25,11 @@ import torch
 import torch.distributed as dist
 
 import thinwire
-from benchmarks.paired import start
-from thinwire.lab.emulate import Network, Straggler, available, parse_links, run_workers
+from benchmarks.paired import Row, run_ranks, show, start
+from thinwire import Strategy, Worker
+from thinwire.lab.emulate import Straggler, available
 from thinwire.lab.tasks import Task, load
-from thinwire.methods.strategies.base import Strategy
-from thinwire.worker.worker import Worker, internals_of
+from thinwire.worker.worker import internals_of
 
 WORKERS = 4
 PERIOD = 8
@@ -200,16 +199,8 @@ def work(settings: Settings) -> None:
 
 def measured(settings: Settings) -> list[dict[str, Tuned]]:
     """The results of every worker, by contender."""
-    lines: dict[int, str] = {}
-
-    def on_line(rank: int, stream: str, line: str) -> None:
-        if stream == "stdout":
-            lines[rank] = line
-
-    command = [sys.executable, "-m", "benchmarks.leaders", "work", json.dumps(asdict(settings))]
-    with nullcontext() if available() else Network(parse_links(LINK, WORKERS)) as network:
-        run_workers(command, WORKERS, network=network, on_line=on_line, timeout=1800)
-    return [{name: tuned_from(each) for name, each in json.loads(lines[rank]).items()} for rank in range(WORKERS)]
+    found = run_ranks("leaders", WORKERS, "work", json.dumps(asdict(settings)), link=None if available() else LINK)
+    return [{name: tuned_from(each) for name, each in rank.items()} for rank in found]
 
 
 def tuned_from(values: dict[str, Any]) -> Tuned:
@@ -217,7 +208,7 @@ def tuned_from(values: dict[str, Any]) -> Tuned:
     return Tuned([(lr, loss) for lr, loss in values["tried"]], [Run(**run) for run in values["runs"]])
 
 
-def rows(found: Sequence[dict[str, Tuned]]) -> Iterator[tuple[str, ...]]:
+def rows(found: Sequence[dict[str, Tuned]]) -> Iterator[Row]:
     """The whole table, line by line."""
     yield ("method", "held-out loss", "extremes", "learning rate", "steps of a fast worker", "of the last", "seconds")
     yield ("---",) * 7
@@ -247,8 +238,7 @@ def main(arguments: Sequence[str]) -> None:
     given = parser.parse_args(arguments)
     settings = Settings(tuple(given.only), tuple(given.rates), given.rounds, given.seconds)
     print(f"links: {available() or LINK}\n")
-    for line in rows(measured(settings)):
-        print(f"| {' | '.join(line)} |", flush=True)
+    show(*rows(measured(settings)))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from thinwire.core.statistics import ratios, spread
 from thinwire.lab.emulate import Network, parse_links, run_workers
 
 Step = Callable[[], None]
+Row = tuple[str, ...]
 
 
 @dataclass
@@ -33,15 +34,35 @@ class Turns:
     cpu: list[float] = field(default_factory=list)
 
 
-def take_turns(contenders: Mapping[str, Step], *, rounds: int, steps: int, warm_up: int = 3) -> dict[str, Turns]:
-    """Let each contender do `steps` steps per round; the order alternates from round to round."""
-    for step in contenders.values():
+def take_turns(
+    contenders: Mapping[str, Step],
+    *,
+    rounds: int,
+    steps: int,
+    warm_up: int = 3,
+    lead: int = 0,
+    settle: Mapping[str, Step] | None = None,
+) -> dict[str, Turns]:
+    """Let each contender do `steps` steps per round; the order alternates from round to round.
+
+    Args:
+        contenders: their steps.
+        rounds: turns of each.
+        steps: of a turn that count.
+        warm_up: steps of each before the first round.
+        lead: steps before those that count.
+        settle: what ends a contender's turn and is not counted.
+    """
+    turns, ends = {name: Turns() for name in contenders}, settle or {}
+    for name, step in contenders.items():
         for _ in range(warm_up):
             step()
-    turns = {name: Turns() for name in contenders}
+        ends.get(name, _nothing)()
     for turn in range(rounds):
         names = list(contenders) if turn % 2 == 0 else list(reversed(contenders))
         for name in names:
+            for _ in range(lead):
+                contenders[name]()
             together()
             wall, cpu = time.perf_counter(), time.process_time()
             for _ in range(steps):
@@ -49,26 +70,35 @@ def take_turns(contenders: Mapping[str, Step], *, rounds: int, steps: int, warm_
             turns[name].cpu.append((time.process_time() - cpu) / steps)
             together()
             turns[name].wall.append((time.perf_counter() - wall) / steps)
+            ends.get(name, _nothing)()
     return turns
+
+
+def _nothing() -> None: ...
+
+
+def run_ranks(
+    module: str, workers: int, *arguments: str, link: str | None = None, timeout: float = 1800.0
+) -> list[Any]:
+    """Run workers of a benchmark of this package, and return what each has written as JSON."""
+    lines: list[list[str]] = [[] for _ in range(workers)]
+    errors: list[str] = []
+
+    def keep(rank: int, stream: str, line: str) -> None:
+        (lines[rank] if stream == "stdout" else errors).append(line)
+
+    command, one = [sys.executable, "-m", f"benchmarks.{module}", *arguments], {"OMP_NUM_THREADS": "1"}
+    with ExitStack() as contexts:
+        network = None if link is None else contexts.enter_context(Network(parse_links(link, workers)))
+        exits = run_workers(command, workers, network=network, environment=one, on_line=keep, timeout=timeout)
+    if any(each.code for each in exits):
+        raise SystemExit("\n".join([*lines[0], *errors][-30:]))
+    return [json.loads("".join(each)) if each else None for each in lines]
 
 
 def run_in_turns(module: str, workers: int, *arguments: str, link: str | None = None) -> dict[str, Any]:
     """Run a benchmark of this package whose contenders take turns, once, and return what rank 0 has reported."""
-    lines: list[str] = []
-    others: list[str] = []
-    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
-
-    def keep(rank: int, stream: str, line: str) -> None:
-        (lines if (rank, stream) == (0, "stdout") else others).append(line)
-
-    with ExitStack() as contexts:
-        network = None if link is None else contexts.enter_context(Network(parse_links(link, workers)))
-        one = {"OMP_NUM_THREADS": "1"}
-        exits = run_workers(command, workers, network=network, environment=one, on_line=keep, timeout=900)
-    if any(each.code for each in exits):
-        raise SystemExit("\n".join([*lines, *others][-30:]))
-    found: dict[str, Any] = json.loads("".join(lines))
-    return found
+    return run_ranks(module, workers, *arguments, link=link, timeout=900.0)[0]
 
 
 def together() -> None:
@@ -77,10 +107,8 @@ def together() -> None:
         dist.barrier()
 
 
-def report(turns: Mapping[str, Turns], *, baseline: str) -> None:
-    """Rank 0 writes medians, and speeds against the baseline with their quartiles, as JSON."""
-    if int(os.environ.get("RANK", "0")):
-        return
+def summary(turns: Mapping[str, Turns], *, baseline: str) -> dict[str, Any]:
+    """Medians, and speeds against the baseline with their quartiles."""
     base = turns[baseline]
     rows = {
         name: {
@@ -91,8 +119,7 @@ def report(turns: Mapping[str, Turns], *, baseline: str) -> None:
         }
         for name, turn in turns.items()
     }
-    sys.stdout.write(json.dumps({"rounds": len(base.wall), "contenders": rows}, indent=1) + "\n")
-    sys.stdout.flush()
+    return {"rounds": len(base.wall), "contenders": rows}
 
 
 def _quartiles(base: list[float], values: list[float]) -> dict[str, float]:
@@ -100,11 +127,10 @@ def _quartiles(base: list[float], values: list[float]) -> dict[str, float]:
     return {name: round(each, 4) for name, each in zip(("low", "median", "high"), quartiles, strict=True)}
 
 
-def with_seconds(over: list[float], under: list[float]) -> tuple[str, str]:
-    """The median ratio within rounds, and its quartiles with the seconds of both, in words."""
-    low, middle, high = ratios(over, under).quartiles
-    seconds = " against ".join(f"{spread(each).median:.3f} s" for each in (over, under))
-    return f"{middle:.3f}", f"{low:.3f} to {high:.3f}; {seconds}"
+def show(*rows: Row) -> None:
+    """Print lines of a Markdown table."""
+    for row in rows:
+        print(f"| {' | '.join(row)} |", flush=True)
 
 
 def start() -> None:

@@ -56,10 +56,8 @@ from torch import nn
 import thinwire
 from benchmarks.paired import run_in_turns
 from reproductions.shared.committed import Records
-from thinwire.core.comm.base import Comm
-from thinwire.core.comm.group import GroupComm
+from thinwire import Comm, GroupComm, parse
 from thinwire.lab.emulate import parse_links
-from thinwire.methods.strategies.recipe import parse
 from thinwire.planning.doctor.speeds import time_all_reduces, time_steps
 from thinwire.planning.plan.networks import fitted, network_of_links
 from thinwire.planning.plan.predict import ModelTime, own_work, predict

@@ -1,51 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backup workers among stragglers: a worker that is always slow, random stalls, and a process that is stopped.
+"""Backup workers among stragglers: a worker that is always slow, and random stalls.
 
 python -m benchmarks.stragglers [--rounds N] [--only WORD ...]
 
 A step computes next to nothing and sleeps for 50 ms instead, so that four workers fit on any machine. The last worker
-is the one that is slow or stopped: while it computes, or in the exchange of a step that it is a member of. What stalls
-would cost if only they and the computation took time is simulated with the same stalls.
+is the one that is slow. What stalls would cost if only they and the computation took time is simulated with the same
+stalls.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
-import statistics
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 import thinwire
-from benchmarks.paired import start
+from benchmarks.paired import Row, run_ranks, show, start
 from benchmarks.stragglers_ideal import ideal_seconds
-from thinwire.asynchronous.quorum.messages import ControlMessage
-from thinwire.asynchronous.quorum.participant import Participant
-from thinwire.asynchronous.quorum.rounds import Round
 from thinwire.asynchronous.quorum.rules import Reduction
 from thinwire.core.statistics import ratios, spread
-from thinwire.lab.emulate import run_workers
-from thinwire.lab.emulate.straggler import Straggler
+from thinwire.lab.emulate import Straggler
 
 WORKERS = 4
-STOPPED_SECONDS = 5.0
-STOPS_AT_SECONDS = 1.0
-AHEAD = 0.9  # share of the sleep for the worker that is to stop as a member, so that it is one
 STEPS = 40
 STALL = 0.15
 REDUCTIONS: tuple[Reduction, ...] = ("messages", "all_reduce")
-Row = tuple[str, str, str, str]
 
 
 @dataclass(frozen=True)
@@ -57,7 +42,6 @@ class Scenario:
         factor: how many times as long the last worker computes.
         probability: of each step of each worker to stall for 200 ms.
         steps: that are timed.
-        stops: where the last worker's process is stopped for STOPPED_SECONDS; nowhere if it is empty.
         step_seconds: of computation in a step.
         reduction: how members average.
         numel: parameters, about.
@@ -67,7 +51,6 @@ class Scenario:
     factor: float = 1.0
     probability: float = 0.0
     steps: int = STEPS
-    stops: Literal["", "computing", "exchange"] = ""
     step_seconds: float = 0.05
     reduction: Reduction = "messages"
     numel: int = 1 << 16
@@ -84,14 +67,6 @@ def stalling(step_seconds: float, max_backups: int, steps: int) -> Iterator[tupl
             )
 
 
-def stopping(reduction: Reduction) -> Iterator[tuple[str, Scenario]]:
-    """The last worker stops, in its computation or as a member."""
-    for where, seconds in (("computing", 0.05), ("exchange", 0.034), ("exchange", 0.05), ("exchange", 0.1)):
-        stops: Literal["computing", "exchange"] = "computing" if where == "computing" else "exchange"
-        scenario = Scenario(1, steps=round(8.0 / seconds), stops=stops, step_seconds=seconds, reduction=reduction)
-        yield f"stopped in its {where}, {1e3 * seconds:.0f} ms steps, {reduction}", scenario
-
-
 SCENARIOS = {
     "even, b=0": Scenario(0),
     **{f"even, b=1, {reduction}": Scenario(1, reduction=reduction) for reduction in REDUCTIONS},
@@ -104,7 +79,6 @@ SCENARIOS = {
     **{f"slow, b=1, {reduction}": Scenario(1, factor=10.0, reduction=reduction) for reduction in REDUCTIONS},
     **dict(stalling(0.05, WORKERS - 1, STEPS)),
     **dict(stalling(0.01, 2, 2 * STEPS)),
-    **{name: scenario for reduction in REDUCTIONS for name, scenario in stopping(reduction)},
 }
 
 
@@ -126,30 +100,22 @@ def run_scenario(scenario: Scenario, number: int) -> Timings:
     """Train for one scenario."""
     rank, timings = dist.get_rank(), Timings()
     torch.manual_seed(0)
-    begins, original = [float("inf")], (Participant._advance, Participant._all_reduce_input)
-    ahead = scenario.stops == "exchange" and rank == WORKERS - 1
-    if ahead:
-        stop_in_exchange(begins)
     width = round(scenario.numel**0.5)
     model = torch.nn.Linear(width, width)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     worker = thinwire.attach(model, optimizer, thinwire.BackupWorkers(scenario.backups, reduction=scenario.reduction))
     straggler, batch, iteration = straggler_of(scenario, rank, number), torch.randn(8, width) + rank, 0
-    pids = gathered(torch.tensor([os.getpid()]))
     dist.barrier()
-    begin = begins[0] = time.perf_counter()
-    if scenario.stops and rank == 1:
-        stop_for_a_while(int(pids[-1]), stops=scenario.stops == "computing")
+    begin = time.perf_counter()
     while worker.step < scenario.steps:
         optimizer.zero_grad()
         loss = model(batch).square().mean()
-        time.sleep(AHEAD * scenario.step_seconds if ahead else scenario.step_seconds)
+        time.sleep(scenario.step_seconds)
         straggler.pause(iteration, scenario.step_seconds)
         loss.backward()
         optimizer.step()
         iteration += 1
         timings.ends.append(time.perf_counter() - begin)
-    Participant._advance, Participant._all_reduce_input = original
     worker.detach()
     x = gathered(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
     timings.identical = all(torch.equal(x[0], each) for each in x)
@@ -161,46 +127,6 @@ def gathered(x: torch.Tensor) -> list[torch.Tensor]:
     rows = [torch.empty_like(x) for _ in range(WORKERS)]
     dist.all_gather(rows, x)
     return rows
-
-
-def stop_for_a_while(pid: int, *, stops: bool) -> None:
-    """Continue a process after STOPPED_SECONDS; stop it before, if it does not stop itself."""
-
-    def stop() -> None:
-        with suppress(ProcessLookupError):
-            try:
-                if stops:
-                    os.kill(pid, signal.SIGSTOP)
-                time.sleep(STOPPED_SECONDS)
-            finally:
-                os.kill(pid, signal.SIGCONT)
-
-    threading.Timer(STOPS_AT_SECONDS, stop).start()
-
-
-def stop_in_exchange(begins: list[float]) -> None:
-    """Stop this process the next time that it is a member after STOPS_AT_SECONDS, before it has sent anything."""
-    advance, contribution = Participant._advance, Participant._all_reduce_input
-    stopped = False
-
-    def stop() -> None:
-        nonlocal stopped
-        late = time.perf_counter() - begins[0] - STOPS_AT_SECONDS
-        if not stopped and 0 < late < STOPPED_SECONDS / 2:
-            stopped = True
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-    def before_messages(self: Participant, current: Round) -> None:
-        if current.reduction is not None:
-            stop()
-        advance(self, current)
-
-    def before_all_reduce(self: Participant, start: ControlMessage) -> torch.Tensor:
-        if self.rank in start.members:
-            stop()
-        return contribution(self, start)
-
-    Participant._advance, Participant._all_reduce_input = before_messages, before_all_reduce
 
 
 def work(rounds: int, only: Sequence[str]) -> None:
@@ -246,28 +172,6 @@ class Measured:
         """Whether all ranks held the same bits at the end of every run."""
         return all(identical for rank in self.found for runs in rank.values() for _, identical in runs)
 
-    def longest(self, name: str) -> list[float]:
-        """The longest step of ranks that are not stopped, in median steps beyond the median, by round."""
-        excess: list[float] = []
-        for number in range(len(self.found[0][name])):
-            each: list[float] = []
-            for rank in self.found[:-1]:
-                ends = rank[name][number][0]
-                lasted = [after - before for before, after in pairwise(ends)]
-                middle = statistics.median(lasted)
-                each.append((max(lasted) - middle) / middle)
-            excess.append(max(each))
-        return excess
-
-    def caught_up(self, name: str) -> list[float]:
-        """Steps that the stopped rank took after it was continued, by round."""
-        back = STOPS_AT_SECONDS + STOPPED_SECONDS
-        return [float(sum(end > back for end in ends)) for ends, _ in self.found[-1][name]]
-
-    def was_stopped(self, name: str) -> bool:
-        """Whether the stopped rank ended no step for most of the time, in every round."""
-        return all(max(b - a for a, b in pairwise(ends)) > STOPPED_SECONDS / 2 for ends, _ in self.found[-1][name])
-
 
 def ideal_of(scenario: Scenario, number: int) -> float:
     """Seconds of a step of a round if communication took no time."""
@@ -281,15 +185,7 @@ def ideal_of(scenario: Scenario, number: int) -> float:
 
 def measured(rounds: int, only: Sequence[str]) -> Measured:
     """All scenarios, one after another, on processes of this machine."""
-    lines: dict[int, str] = {}
-    command = [sys.executable, "-m", "benchmarks.stragglers", "work", str(rounds), *only]
-
-    def on_line(rank: int, stream: str, line: str) -> None:
-        if stream == "stdout":
-            lines[rank] = line
-
-    run_workers(command, WORKERS, on_line=on_line, timeout=1800)
-    return Measured([json.loads(lines[rank]) for rank in range(WORKERS)])
+    return Measured(run_ranks("stragglers", WORKERS, "work", str(rounds), *only))
 
 
 def row(what: str, each: Sequence[float], bar: str = "", more: str = "") -> Row:
@@ -309,7 +205,7 @@ def ratio(found: Measured, over: str, under: str, bar: str = "") -> Row:
 
 def rows(*, quick: bool) -> Iterator[Row]:
     """Measure the scenarios that have bars."""
-    return table(measured(1 if quick else 5, ("even, b=0", "slow", "stalls, 50 ms steps", "stopped")))
+    return table(measured(1 if quick else 5, ("even, b=0", "slow", "stalls, 50 ms steps")))
 
 
 def table(found: Measured) -> Iterator[Row]:
@@ -322,10 +218,6 @@ def table(found: Measured) -> Iterator[Row]:
             yield ratio(found, name, "even, b=0", "1.10" if "b=1" in rest else "")
         elif kind == "stalls" and "b=0" not in rest:
             yield ratio(found, f"{name.partition(', b=')[0]}, b=0", name, "1.8")
-        elif SCENARIOS[name].stops:
-            stopped = "" if found.was_stopped(name) else "it was NOT stopped"
-            yield row(f"{name}: the others' longest step, beyond the median step", found.longest(name), "1", stopped)
-            yield row(f"{name}: steps of the stopped worker after that", found.caught_up(name))
     yield ("replicas bit-identical", "yes" if found.identical() else "NO", "", "yes")
 
 
@@ -339,8 +231,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--only", nargs="+", default=[""], help='scenarios that begin so, such as even "slow, b=1"')
     given = parser.parse_args(arguments)
     found = measured(given.rounds, given.only)
-    for line in (("what", "median", "extremes", "bar"), ("---",) * 4, *table(found)):
-        print(f"| {' | '.join(line)} |", flush=True)
+    show(("what", "median", "extremes", "bar"), ("---",) * 4, *table(found))
 
 
 if __name__ == "__main__":

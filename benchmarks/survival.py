@@ -34,16 +34,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-from thinwire.lab.emulate import Network, parse_links
-from thinwire.lab.emulate.launch import Workers
+from benchmarks import fleet
+from thinwire.lab.emulate import Network, Workers, parse_links
 from thinwire.lab.emulate.network import RENDEZVOUS_PORT, address
 
-RESULTS = Path(__file__).parent / "results" / "survival"
 RECIPES = ("AllReduce()", "LocalSGD(period=8)", "SlowMo(period=8)", "DiLoCo(period=8)", "PushSum(staleness=1)")
 WARM = 3
 WORKERS = 4
@@ -110,9 +107,7 @@ def launch(
         try:
             return what(watched)
         finally:
-            for pid in workers.pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            fleet.kill(workers.pids)
             workers.poll(2.0)
 
 
@@ -199,33 +194,26 @@ def worker(options: argparse.Namespace) -> None:
         signal.signal(signal.SIGUSR1, lambda *_: None)
     import torch
 
-    from benchmarks.against_ddp import SIZES
     from thinwire import attach
     from thinwire.lab import tasks
-    from thinwire.lab.tasks.models.base import build
-    from thinwire.lab.tasks.models.gpt import GPT
 
     torch.set_num_threads(1)
     task = tasks.load("text")
     shard = task.shards(options.size + 1, split="iid", seed=0)[rank - 1]
-    model = build(lambda: GPT(SIZES["6"]), seed=0)
+    model = task.model("6m", seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if rank > options.size:
         signal.pause()
     os.environ["THINWIRE_RANK"] = str(min(rank - 1, options.size - 1))
     time_receiving(waiting=options.waiting)
     trained = attach(model, optimizer, options.recipe[0], elastic=True, timeout=60)
-
-    def tell(**said: Any) -> None:
-        print(json.dumps({"at": time.monotonic(), **said}), flush=True)
-
-    trained.on_view(lambda view: tell(view=view.epoch, size=view.size))
+    trained.on_view(lambda view: fleet.tell(view=view.epoch, size=view.size))
     while True:
         batch = task.batch(shard, trained.step, batch_size=4, seed=0, rank=rank)
         optimizer.zero_grad()
         task.loss(model, batch).backward()
         optimizer.step()
-        tell(step=trained.step)
+        fleet.tell(step=trained.step)
 
 
 def time_receiving(*, waiting: bool) -> None:
@@ -262,13 +250,7 @@ def main() -> None:
         worker(options)
         return
     for recipe in options.recipe or RECIPES:
-        for row in (kills if options.what == "kills" else join)(options, recipe):
-            line = json.dumps(row)
-            print(line, flush=True)
-            if options.save:
-                RESULTS.mkdir(parents=True, exist_ok=True)
-                with (RESULTS / f"{options.save}.jsonl").open("a") as file:
-                    file.write(line + "\n")
+        fleet.keep((kills if options.what == "kills" else join)(options, recipe), options.save)
 
 
 if __name__ == "__main__":

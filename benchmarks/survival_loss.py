@@ -17,29 +17,25 @@ The rule, which was written before any run:
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import thinwire
-from benchmarks.against_ddp import SIZES
+from benchmarks import fleet
 from thinwire.elastic.sampler import ElasticSampler
 from thinwire.elastic.threads import ThreadConnector, ThreadNetwork
 from thinwire.lab import tasks
-from thinwire.lab.tasks.models.base import build
-from thinwire.lab.tasks.models.gpt import GPT
 
-RESULTS = Path(__file__).parent / "results" / "survival"
 RECIPES = ("DiLoCo(period=8)", "LocalSGD(period=8)", "AllReduce()")
 WORKERS, KILLS, BATCH = 4, 20, 4
 
@@ -107,7 +103,7 @@ def train(run: Run, network: ThreadNetwork, number: int, pool: ThreadPoolExecuto
     task, draw = tasks.load("text"), random.Random(f"{run.seed} {number}")
     shard = task.shards(1, split="iid", seed=0)[0]
     try:
-        model = build(lambda: GPT(SIZES["0.5"]), seed=run.seed)
+        model = task.model("0.5m", seed=run.seed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         worker = thinwire.attach(model, optimizer, run.recipe, elastic=fleet, timeout=60)
         with run.lock:
@@ -154,6 +150,22 @@ def loss_of(recipe: str, seed: int, steps: int, kills: int) -> Run:
     return run
 
 
+def compared(recipe: str, seeds: list[int], steps: int) -> Iterator[dict[str, Any]]:
+    """A line for each seed."""
+    differences: list[float] = []
+    for seed in seeds:
+        start = time.monotonic()
+        whole, disturbed = (loss_of(recipe, seed, steps, kills) for kills in (0, KILLS))
+        differences.append(disturbed.losses[0] / whole.losses[0] - 1)
+        yield {
+            "recipe": recipe, "seed": seed, "steps": steps, "loss": round(whole.losses[0], 4),
+            "disturbed_loss": round(disturbed.losses[0], 4), "killed": disturbed.killed,
+            "joined": disturbed.joined, "difference": round(differences[-1], 4),
+            "mean_difference": round(statistics.fmean(differences), 4),
+            "seconds": round(time.monotonic() - start),
+        }  # fmt: skip
+
+
 def main() -> None:
     """Train all runs; prints a line for each seed, and one for each recipe."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -164,25 +176,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     for recipe in options.recipe or RECIPES:
-        differences: list[float] = []
-        for seed in options.seeds:
-            start = time.monotonic()
-            whole, disturbed = (loss_of(recipe, seed, options.steps, kills) for kills in (0, KILLS))
-            differences.append(disturbed.losses[0] / whole.losses[0] - 1)
-            line = json.dumps(
-                {
-                    "recipe": recipe, "seed": seed, "steps": options.steps, "loss": round(whole.losses[0], 4),
-                    "disturbed_loss": round(disturbed.losses[0], 4), "killed": disturbed.killed,
-                    "joined": disturbed.joined, "difference": round(differences[-1], 4),
-                    "mean_difference": round(statistics.fmean(differences), 4),
-                    "seconds": round(time.monotonic() - start),
-                }
-            )  # fmt: skip
-            print(line, flush=True)
-            if options.save:
-                RESULTS.mkdir(parents=True, exist_ok=True)
-                with (RESULTS / f"{options.save}.jsonl").open("a") as file:
-                    file.write(line + "\n")
+        fleet.keep(compared(recipe, options.seeds, options.steps), options.save)
 
 
 if __name__ == "__main__":

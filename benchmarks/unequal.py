@@ -26,26 +26,22 @@ Each result is a line of JSON, and of benchmarks/results/survival/NAME.jsonl wit
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
 import time
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 import thinwire
-from benchmarks.against_ddp import SIZES
+from benchmarks import fleet
 from thinwire.lab import tasks
-from thinwire.lab.emulate import Network, parse_links
-from thinwire.lab.emulate.launch import Workers
+from thinwire.lab.emulate import Network, Workers, parse_links
 from thinwire.lab.tasks.models.base import build
-from thinwire.lab.tasks.models.gpt import GPT
+from thinwire.lab.tasks.models.gpt import GPT, GPT_SIZES
 
-RESULTS = Path(__file__).parent / "results" / "survival"
 BASES = ("LocalSGD(period=32)", "SlowMo(period=32)", "DiLoCo(period=32)")
 WORKERS, BATCH, PERIOD, LR = 4, 4, 32, 1e-3
 LENGTHS = (0.25, 0.25, 0.25, 1.0)
@@ -56,7 +52,7 @@ WARM_SECONDS, WINDOW_SECONDS, MOST_SECONDS = 20.0, 60.0, 200.0
 
 def model_of(seed: int) -> tuple[GPT, torch.optim.Optimizer]:
     """The model and its optimizer."""
-    model = build(lambda: GPT(SIZES["0.5"]), seed=seed)
+    model = build(lambda: GPT(GPT_SIZES["0.5m"]), seed=seed)
     return model, torch.optim.AdamW(model.parameters(), lr=LR)
 
 
@@ -65,44 +61,19 @@ def model_of(seed: int) -> tuple[GPT, torch.optim.Optimizer]:
 
 def speed(recipe: str, link: str) -> dict[str, Any]:
     """How much of the summed speed a recipe uses."""
-    command = [sys.executable, "-m", "benchmarks.unequal", "worker", "--recipe", recipe]
-    ends: dict[int, list[tuple[float, int]]] = {rank: [] for rank in range(WORKERS)}
-
-    def read(rank: int, stream: str, line: str) -> None:
-        if stream == "stdout" and line.startswith("["):
-            at, step = json.loads(line)
-            ends[rank].append((at, step))
-        elif "Error" in line:
-            print(f"rank {rank}: {line}", file=sys.stderr)
-
     period = 1 if recipe.startswith("AllReduce") else PERIOD
-
-    def rounds() -> list[float]:
-        return [at for at, step in ends[0] if step % period == 0]
-
-    def window() -> tuple[float, float] | None:
-        first = next((at for at in rounds() if at > ends[0][0][0] + WARM_SECONDS), None)
-        last = next((at for at in rounds() if first is not None and at > first + WINDOW_SECONDS), None)
-        return None if first is None or last is None else (first, last)
-
+    steps = fleet.Steps(LENGTHS, period, WARM_SECONDS, WINDOW_SECONDS)
+    command = [sys.executable, "-m", "benchmarks.unequal", "worker", "--recipe", recipe]
     with (
         Network(parse_links(link, WORKERS)) as network,
-        Workers(command, WORKERS, network=network, environment={"OMP_NUM_THREADS": "1"}, on_line=read) as workers,
+        Workers(command, WORKERS, network=network, environment={"OMP_NUM_THREADS": "1"}, on_line=steps.read) as workers,
     ):
         begun = time.monotonic()
-        while (found := window()) is None:
+        while steps.seen() is None:
             if not workers.poll(0.1) or time.monotonic() > begun + MOST_SECONDS:
                 raise SystemExit(f"{recipe}: the run ended, or took too long")
-        for pid in workers.pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, 9)
-    first, last = found
-    taken = [sum(1 for at, _ in ends[rank] if first < at <= last) for rank in range(WORKERS)]
-    own = sum(1 / length for length in LENGTHS)
-    return {
-        "what": "speed", "recipe": recipe, "link": link, "seconds": round(last - first, 2), "batches": taken,
-        "of_summed_speed": round(sum(taken) / (last - first) / own, 4),
-    }  # fmt: skip
+        fleet.kill(workers.pids)
+    return {"what": "speed", "recipe": recipe, "link": link, **steps.used("batches")}
 
 
 def worker(recipe: str) -> None:
@@ -123,10 +94,34 @@ def worker(recipe: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
         number += 1
-        print(json.dumps([time.monotonic(), trained.step]), flush=True)
+        fleet.tell(step=trained.step)
 
 
 # -- loss --------------------------------------------------------------------------------------------------------------
+
+
+def loss_after(steps: int, seed: int, attach: Callable[..., thinwire.Worker]) -> float:
+    """The held-out loss after so many steps, as one worker measures it; 0 on ranks other than the first.
+
+    Args:
+        steps: of the group's clock.
+        seed: of the parameters and the order of the data.
+        attach: makes the worker of a model and its optimizer.
+    """
+    task = tasks.load("text")
+    model, optimizer = model_of(seed)
+    trained, number = attach(model, optimizer), 0
+    shard = task.shards(WORKERS, split="iid", seed=0)[trained.rank]
+    while trained.step < steps:
+        task.loss(model, task.batch(shard, number, batch_size=BATCH, seed=seed, rank=trained.rank)).backward()
+        trained.record_batch(BATCH)
+        optimizer.step()
+        optimizer.zero_grad()
+        number += 1
+    with trained.consensus() as agreed:
+        found = task.evaluate(agreed, limit=256).loss if trained.rank == 0 else 0.0
+    trained.detach()
+    return found
 
 
 def loss_of(strategy: str, seed: int, per_round: int) -> float:
@@ -134,45 +129,31 @@ def loss_of(strategy: str, seed: int, per_round: int) -> float:
     steps = BATCHES // per_round * PERIOD
 
     def train(comm: thinwire.Comm) -> float:
-        task = tasks.load("text")
-        shard = task.shards(WORKERS, split="iid", seed=0)[comm.rank]
-        model, optimizer = model_of(seed)
-        trained = thinwire.attach(model, optimizer, strategy, comm=comm)
-        number = 0
-        while trained.step < steps:
-            task.loss(model, task.batch(shard, number, batch_size=BATCH, seed=seed, rank=comm.rank)).backward()
-            trained.record_batch(BATCH)
-            optimizer.step()
-            optimizer.zero_grad()
-            number += 1
-        with trained.consensus() as agreed:
-            return task.evaluate(agreed, limit=256).loss if comm.rank == 0 else 0.0
+        return loss_after(steps, seed, lambda *made: thinwire.attach(*made, strategy, comm=comm))
 
     return thinwire.run_threads(WORKERS, train, timeout=600)[0]
 
 
-def losses(base: str, seeds: list[int]) -> list[dict[str, Any]]:
-    """A line for each seed."""
-    rows: list[dict[str, Any]] = []
+def compared(seeds: Sequence[int], fleets: Callable[[int], tuple[float, float]]) -> Iterator[dict[str, Any]]:
+    """A line for each seed: the losses of the equal and of the unequal fleet, and how far apart they are."""
+    differences: list[float] = []
     for seed in seeds:
         start = time.monotonic()
-        equal = loss_of(base, seed, sum([PERIOD] * WORKERS))
-        unequal = loss_of(f"Paced({base}, steps={UNEQUAL_STEPS})", seed, sum(UNEQUAL_STEPS))
-        rows.append(
-            {
-                "what": "loss", "recipe": base, "seed": seed, "equal_fleet": round(equal, 4),
-                "unequal_fleet": round(unequal, 4), "difference": round(unequal / equal - 1, 4),
-                "seconds": round(time.monotonic() - start),
-            }
-        )  # fmt: skip
-        rows[-1]["mean_difference"] = round(statistics.fmean(row["difference"] for row in rows), 4)
-        tell(rows[-1])
-    return rows
+        equal, unequal = fleets(seed)
+        differences.append(unequal / equal - 1)
+        row = {"what": "loss", "seed": seed, "equal_fleet": round(equal, 4), "unequal_fleet": round(unequal, 4)}
+        row |= {"difference": round(differences[-1], 4), "mean_difference": round(statistics.fmean(differences), 4)}
+        yield {**row, "seconds": round(time.monotonic() - start)}
 
 
-def tell(row: dict[str, Any]) -> None:
-    """Print a result."""
-    print(json.dumps(row), flush=True)
+def losses(base: str, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """A line for each seed."""
+
+    def fleets(seed: int) -> tuple[float, float]:
+        unequal = f"Paced({base}, steps={UNEQUAL_STEPS})"
+        return loss_of(base, seed, PERIOD * WORKERS), loss_of(unequal, seed, sum(UNEQUAL_STEPS))
+
+    return ({"recipe": base, **row} for row in compared(seeds, fleets))
 
 
 def main() -> None:
@@ -192,12 +173,7 @@ def main() -> None:
     beside = ("AllReduce()", BASES[0])
     for recipe in options.recipe or (BASES if options.what == "loss" else paced + beside):
         rows = losses(recipe, options.seeds) if options.what == "loss" else [speed(recipe, options.link)]
-        if options.what == "speed":
-            tell(rows[0])
-        if options.save:
-            RESULTS.mkdir(parents=True, exist_ok=True)
-            with (RESULTS / f"{options.save}.jsonl").open("a") as file:
-                file.write("".join(json.dumps(row) + "\n" for row in rows))
+        fleet.keep(rows, options.save)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.peers.base import LibraryEngine, LibraryMethod
-from thinwire.core.comm.base import Comm
+from thinwire import Comm
 from thinwire.lab.runs.baselines import BaselineEngine
 
 

@@ -14,8 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thinwire.core.comm.base import Comm
-from thinwire.errors import ConfigError
+from thinwire import Comm, ConfigError
 from thinwire.lab.runs.baselines import Baseline, BaselineEngine, PayloadCounter
 
 

@@ -16,8 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from benchmarks.peers.base import Held, LibraryEngine, LibraryMethod, own_address
-from thinwire.core.comm.base import Comm
-from thinwire.errors import CommError
+from thinwire import Comm, CommError
 from thinwire.lab.runs.baselines import BaselineEngine
 from thinwire.worker.handshake import gather_texts
 

@@ -21,7 +21,7 @@ from torchft.coordination import LighthouseServer
 from torchft.local_sgd import DiLoCo, LocalSGD
 
 from benchmarks.peers.base import Held, LibraryEngine, LibraryMethod, own_address
-from thinwire.core.comm.base import Comm
+from thinwire import Comm
 from thinwire.lab.runs.baselines import BaselineEngine
 from thinwire.worker.handshake import gather_texts
 

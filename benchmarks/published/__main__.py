@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+import tomllib
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -40,47 +41,9 @@ class Cause:
     cell: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-CAUSES: dict[str, tuple[Cause, ...]] = {
-    "hkbu": (
-        Cause("no bucket is sent under the backward pass", cell={"bucket": ""}),
-        Cause("no unmerged bucket is sent under the backward pass", "overlapped", cell={"bucket": ""}),
-        Cause(
-            "each message costs 2 ms",
-            numbers={f"links/{link}/network/per_call": "2ms" for link in ("10GbE", "100GbE", "100GbIB")},
-        ),
-        Cause(
-            "computation loses 30 % while messages pass",
-            numbers={f"links/{link}/network/contention": 0.3 for link in ("10GbE", "100GbE", "100GbIB")},
-        ),
-    ),
-    "bagua": (
-        Cause("Bagua's own transport, 32 Gbit/s", "100G, Bagua AllReduce", {"links/100G/network/bandwidth": "32gbit"}),
-        Cause(
-            "Horovod's own transport, 26 Gbit/s", "100G, Horovod AllReduce", {"links/100G/network/bandwidth": "26gbit"}
-        ),
-        Cause("a link of 16 Gbit/s", "10G, Bagua ByteGrad", {"links/10G/network/bandwidth": "16gbit"}),
-        Cause("each message costs 2 ms", "100G, ", {"links/100G/network/per_call": "2ms"}),
-        Cause("75 ms of codecs in each step", "QAdam", {"models/VGG16/compute": "216ms"}),
-        Cause("messages under the forward pass too", "10G, Bagua ByteGrad", {"models/VGG16/backward": 1.0}),
-    ),
-    "slowmo": (
-        Cause("gossip messages of half the bytes", "SGP + SlowMo", {"models/ResNet-50/dtype": "float16"}),
-        Cause("an all-reduce in every step", "double averaging", cell={"recipe": "AllReduce()"}),
-    ),
-    "one-bit-adam": (
-        Cause(
-            "3.2 Gbit/s with 8 nodes at the switch",
-            "dense, 32, Ethernet",
-            {"links/Ethernet 4.1G/racks/bandwidth": "3346mbit"},
-        ),
-    ),
-    "tc": (
-        Cause(
-            "9.2 Gbit/s instead of what one message reached",
-            "AWS NCCL, all-reduce",
-            {"links/AWS NCCL/network/bandwidth": "9200mbit"},
-        ),
-    ),
+CAUSES = {
+    source: [Cause(**each) for each in causes]
+    for source, causes in tomllib.loads(Path(__file__).with_name("causes.toml").read_text(encoding="utf-8")).items()
 }
 
 

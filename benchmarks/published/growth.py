@@ -23,10 +23,9 @@ import torch
 
 import thinwire
 from benchmarks.published.results import RESULTS
-from thinwire.errors import ThinwireError
-from thinwire.lab.report.palette import MUTED, looks
-from thinwire.lab.report.picture import FONT_SIZE, canvas, plain
-from thinwire.methods.strategies.recipe import parse
+from reproductions.shared.charts import Panel, lines
+from thinwire import ThinwireError, parse
+from thinwire.lab.report.picture import write_svg
 from thinwire.planning.plan.predict import ModelTime, Simulated, slower
 from thinwire.planning.simulate import Network, SimulatedComm, simulate
 
@@ -167,39 +166,14 @@ def table() -> Iterator[str]:
 def draw(path: Path) -> None:
     """Draw the step time and the bytes of each strategy against the number of workers."""
     found = _committed()["rows"]
-    if not found:
-        return
-    names = list(dict.fromkeys(row["strategy"] for row in found))
-    figure = canvas(9.0, 4.6)
-    for axes, quantity, label in zip(
-        figure.subplots(1, 2),
-        ("step_seconds", "sent_bytes"),
-        ("seconds of a step", "bytes sent in a step"),
-        strict=True,
-    ):
-        plain(axes, x="workers", y=label)
-        axes.set_xscale("log", base=4)
-        axes.set_yscale("log")
-        for name, look in zip(names, looks(names), strict=True):
-            rows = [row for row in found if row["strategy"] == name]
-            axes.plot(
-                [row["workers"] for row in rows],
-                [row[quantity] for row in rows],
-                look.line,
-                color=look.tone.light,
-                marker=look.marker,
-                markersize=3,
-                linewidth=1,
-                label=name,
-            )
-    figure.legend(
-        *figure.axes[0].get_legend_handles_labels(),
-        loc="outside right upper",
-        frameon=False,
-        fontsize=FONT_SIZE - 3,
-        labelcolor=MUTED.light,
-    )
-    figure.savefig(path, metadata={"Date": None})
+
+    def panel(quantity: str, title: str) -> Panel:
+        names = dict.fromkeys(row["strategy"] for row in found)
+        costs = {name: [{row["workers"]: row[quantity] for row in found if row["strategy"] == name}] for name in names}
+        return Panel(title, costs, "workers", log="xy", ticks=SIZES)
+
+    panels = panel("step_seconds", "seconds of a step"), panel("sent_bytes", "bytes sent in a step")
+    write_svg(lines("growth", panels, title="How cost grows", caption="").figure, path)
 
 
 if __name__ == "__main__":

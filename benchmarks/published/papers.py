@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.published.results import RESULTS, predictions
-from thinwire.methods.strategies.recipe import parse
+from thinwire import parse
 from thinwire.planning.plan.predict import ModelTime, Simulated
 from thinwire.planning.plan.published import Predicted
 from thinwire.planning.simulate import Network

@@ -67,10 +67,11 @@ assert {link for link, *_ in _LIMITS} <= set(LINKS)
 
 def winner(link: str) -> Row | None:
     """The fastest thinwire recipe among those with all seeds, with 4 workers."""
-    return _first([row for row in rows(link, SIZES[0]) if row.racer.whose == "thinwire" and row.racer.headline])
+    return first([row for row in rows(link, SIZES[0]) if row.racer.whose == "thinwire" and row.racer.headline])
 
 
-def _first(found: list[Row]) -> Row | None:
+def first(found: list[Row]) -> Row | None:
+    """The one that is first at the target; None where none is known to reach it."""
     known = [row for row in found if row.to_target < float("inf")]
     return min(known, key=lambda row: row.to_target) if known else None
 
@@ -78,7 +79,7 @@ def _first(found: list[Row]) -> Row | None:
 def _of_link(link: str, wall: float | None, over_ddp: float | None, over_peer: float) -> Iterator[Bar]:
     own, found, place = winner(link), rows(link, SIZES[0]), f"{link}, {SIZES[0]} workers"
     ddp = next(row for row in found if row.racer is ddp_of("text"))
-    peer = _first([row for row in found if row.racer.whose != "thinwire"])
+    peer = first([row for row in found if row.racer.whose != "thinwire"])
     name = own.racer.name if own else "fastest thinwire recipe"
     if wall is not None:
         asked = f"{name}: time of a step of `Local()` (no communication) divided by its time of a step"

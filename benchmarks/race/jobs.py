@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from benchmarks.paired import run_in_turns
+from benchmarks.paired import summary
 from benchmarks.peers import install, installed, python_of
 from benchmarks.race.checks import WHERE, WORKERS, check_name, first_of, whole_run
 from benchmarks.race.racers import (
@@ -38,6 +38,7 @@ from benchmarks.race.racers import (
 )
 from benchmarks.race.results import PAIRED, RESULTS, Fields, best_try, is_enough, result, tune_names
 from benchmarks.race.runs import curve, made, settings_of, step_times, steps_timed
+from benchmarks.turns import measured
 
 PARTS = ("tune", "losses", "times", "checks")
 # Of a machine with two cores, to tell how long is left.
@@ -185,8 +186,8 @@ def paired_job() -> Job:
 
     def make() -> Fields:
         asked = settings_of(named("AllReduce"), 0.5, None, steps=1)
-        rounds, batch = str(PAIRED_ROUNDS), str(asked.batch_size)
-        return {**run_in_turns("against_ddp", SIZES[0], rounds, "6", "-", batch), "made": made(asked)}
+        found = measured("ddp", "none", workers=SIZES[0], rounds=PAIRED_ROUNDS, batch_size=asked.batch_size)
+        return {**summary(found, baseline="ddp"), "made": made(asked)}
 
     return Job(PAIRED, f"none/{SIZES[0]}/AllReduce", START_SECONDS + 8 * PAIRED_ROUNDS * STEP_SECONDS, make)
 

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.race.racers import LINKS, SIZES, WORKS
 from benchmarks.race.results import RESULTS, Fields, best_try, result
 from benchmarks.race.table import NOT_RUN, Row, rows
-from thinwire.methods.strategies.recipe import parse
+from thinwire import parse
 
 NAME = "planner"
 NEAR = 0.15

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 BUDGET, EVALUATED_EVERY, AVERAGED, MOST = 240, 10, 3, 2
 TUNING_STEPS, TUNING_EVALUATED_EVERY = 96, 24
@@ -134,117 +136,16 @@ class Racer:
         return self.headline or (link, workers) == (self.link, SIZES[0])
 
 
-CODED = "ErrorFeedback(Nearest(bits=4))"
 OUTER = "OuterOptimizer('SGD', lr={outer}, momentum=0.9, nesterov=True)"
 LOCALS = {"text": Racer("Local", "Local()"), "cifar10": Racer("resnet-Local", "Local()", task="cifar10")}
 """By task, the step without communication."""
 LATER_LOCAL = Racer("Local-later", "Local()", headline=False)
 """The same on a link in the hour of those that are not in the headline."""
-# Of torch's PowerSGD the first ten steps send whole gradients; a form that has two such steps is timed.
-_POWER = {"dense_steps": 10, "dense_as": "ddp"}
-# In the order in which they are run.
-RACERS = (
-    Racer("ddp", "ddp", "torch", dense=True),
-    Racer("powersgd-4", "ddp+powersgd(rank=4)", "torch", timed="ddp+powersgd(rank=4, start=2)", **_POWER),
-    Racer("LocalSGD", "LocalSGD(period=8)"),
-    Racer("post-local-sgd", "post-local-sgd(period=8)", "torch", rates_of="LocalSGD"),
-    Racer("Overlap-4bit", f"OverlapLocalSGD(period=8, codec={CODED})"),
-    Racer("DiLoCo-12-4bit", f"DiLoCo(period=12, codec={CODED}, outer={OUTER})", inner="LocalSGD", period=12),
-    Racer(
-        "DiLoCo-8-4bit",
-        f"DiLoCo(period=8, delay=4, mixing=0.5, codec={CODED}, outer={OUTER})",
-        inner="LocalSGD",
-    ),
-    Racer(
-        "DiLoCo-4bit",
-        f"DiLoCo(period=32, fragments=2, delay=8, mixing=0.5, codec={CODED}, outer={OUTER})",
-        inner="LocalSGD-32",
-        period=32,
-    ),
-    Racer(
-        "torchft-streaming",
-        "torchft-diloco(lr={outer}, fragments=2, delay=8, alpha=0.5)",
-        "torchft",
-        rates_of="DiLoCo-4bit",
-        library="torchft",
-        period=32,
-    ),
-    Racer("hivemind", "hivemind-averaging", "hivemind", rates_of="LocalSGD-32", library="hivemind", period=32),
-    Racer("AllReduce", "AllReduce()", same_as="ddp", dense=True),
-    # Those that follow have one seed, and race on one link.
-    Racer("Overlap", "OverlapLocalSGD(period=8)", rates_of="Overlap-4bit", headline=False),
-    Racer("accelerate", "accelerate-local-sgd", "Accelerate", same_as="LocalSGD", headline=False, library="accelerate"),
-    Racer("torchft", "torchft-local-sgd", "torchft", same_as="LocalSGD", headline=False, library="torchft"),
-    Racer("DiLoCo", f"DiLoCo(period=32, outer={OUTER})", inner="LocalSGD-32", headline=False, period=32),
-    Racer(
-        "torchft-diloco",
-        "torchft-diloco(lr={outer})",
-        "torchft",
-        same_as="DiLoCo",
-        headline=False,
-        library="torchft",
-        period=32,
-    ),
-    Racer("ddp-bf16", "ddp+bf16", "torch", rates_of="ddp", headline=False, dense=True),
-    Racer(
-        "powersgd-1", "ddp+powersgd(rank=1)", "torch", headline=False, timed="ddp+powersgd(rank=1, start=2)", **_POWER
-    ),
-    Racer(
-        "powersgd-2", "ddp+powersgd(rank=2)", "torch", headline=False, timed="ddp+powersgd(rank=2, start=2)", **_POWER
-    ),
-    Racer(
-        "fairscale-slowmo",
-        "fairscale-slowmo",
-        "fairscale",
-        rates_of="LocalSGD",
-        headline=False,
-        library="fairscale",
-        period=48,
-    ),
-    Racer(
-        "fairscale-sgp", "fairscale-sgp", "fairscale", rates_of="ddp", headline=False, library="fairscale", dense=True
-    ),
-    Racer("PowerSGD", "AllReduce(codec=PowerSGD(rank=4))", headline=False),
-    Racer("LocalSGD-4bit", f"LocalSGD(period=8, codec={CODED})", rates_of="LocalSGD", headline=False),
-    Racer("Overlap-4bit-16", f"OverlapLocalSGD(period=16, codec={CODED})", headline=False, period=16),
-    Racer(
-        "SparseLoCo",
-        "DiLoCo(period=32, outer=OuterOptimizer('SGD', lr={outer}), "
-        "codec=ErrorFeedback(ChunkedTopK(kept=64, chunk=4096, bits=2), decay=0.95))",
-        inner="LocalSGD-32",
-        headline=False,
-        period=32,
-    ),
-    Racer("PushSum", "PushSum()", headline=False, dense=True),
-    # What `thinwire plan` recommended there: the one before messages counted that need the processor, and since.
-    Racer("AllReduce-bf16", "AllReduce(codec=Bf16())", rates_of="ddp", headline=False, link="1gbit", dense=True),
-    Racer("PushSum-stale", "PushSum(staleness=1)", rates_of="PushSum", headline=False, link="1gbit", dense=True),
-    Racer(
-        "OneBitAdam",
-        "CompressedMomentum(warmup_steps=48)",
-        optimizer="onebit-adam",
-        headline=False,
-        dense_steps=48,
-        dense_as="AllReduce",
-        timed="CompressedMomentum(warmup_steps=2)",
-    ),
-    Racer("LocalSGD-32", "LocalSGD(period=32)", headline=False, period=32),
-    Racer("SlowMo", "SlowMo(period=32, momentum=0.4, lr={outer})", inner="LocalSGD-32", headline=False, period=32),
-    Racer("resnet-ddp", "ddp", "torch", task="cifar10", dense=True),
-    Racer(
-        "resnet-powersgd-4",
-        "ddp+powersgd(rank=4)",
-        "torch",
-        task="cifar10",
-        dense_steps=10,
-        dense_as="resnet-ddp",
-        timed="ddp+powersgd(rank=4, start=2)",
-    ),
-    Racer("resnet-Overlap-4bit", f"OverlapLocalSGD(period=8, codec={CODED})", task="cifar10"),
-    Racer("resnet-post-local-sgd", "post-local-sgd(period=8)", "torch", task="cifar10"),
-    Racer("resnet-PowerSGD", "AllReduce(codec=PowerSGD(rank=4))", task="cifar10"),
-    Racer("resnet-AllReduce", "AllReduce()", same_as="resnet-ddp", task="cifar10", headline=False, dense=True),
+RACERS = tuple(
+    Racer(**each)
+    for each in tomllib.loads(Path(__file__).with_name("racers.toml").read_text(encoding="utf-8"))["racer"]
 )
+"""In the order in which they are run."""
 
 
 def named(name: str) -> Racer:

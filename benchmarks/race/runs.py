@@ -26,10 +26,9 @@ from benchmarks.race.racers import (
     Racer,
 )
 from reproductions.shared.committed import Fields
-from thinwire.errors import ThinwireError
-from thinwire.lab.runs import Settings, launch
+from thinwire import ThinwireError
+from thinwire.lab.runs import Settings, launch, resolve
 from thinwire.lab.runs import load as load_rows
-from thinwire.lab.runs.defaults import resolve
 from thinwire.lab.tasks import load
 
 Enough = Callable[[Fields], bool]

@@ -5,20 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from math import inf, isfinite, nextafter
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from reproductions.backup_workers.pictures import ends_picture, time_picture
 from reproductions.backup_workers.race import Delays, Race, Ran, run_race
 from reproductions.backup_workers.tuning import Tuned, best_of, search_rate
-from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_least
-from thinwire.asynchronous.backup_workers import BackupWorkers
-from thinwire.asynchronous.parameter_server import ParameterServer
+from reproductions.shared.claims import Attempt, Claim, Outcome, Result, at_least
+from thinwire import BackupWorkers, ParameterServer, Strategy
 from thinwire.core.statistics import ratios, spread
 from thinwire.lab.emulate import Straggler
 from thinwire.lab.tasks import Task, load
-from thinwire.methods.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from thinwire.lab.report.picture import Picture
@@ -95,21 +93,20 @@ Courses = Mapping[str, Course]
 
 def measure(attempt: Attempt) -> Result:
     """Find every method's rate and the number of backups, then race with other seeds, all arms in turn."""
-    scale, places = QUICK if attempt.quick else Scale(), count()
-    task = load("digits")
+    scale, task = QUICK if attempt.quick else Scale(), load("digits")
     courses: dict[str, Course] = {}
     for condition, delays in CONDITIONS.items():
         tuned: dict[str, Tuned] = {}
         for name, strategy in scale.methods.items():
-            attempt.begin(f"search: {name}, {condition}", next(places))
+            attempt.begin(f"search: {name}, {condition}")
             tuned[name] = _tuned(task, strategy, scale, delays)
         rans: dict[str, list[Ran]] = {}
         for seed in scale.seeds:
-            attempt.begin(f"seed {seed}, {condition}", next(places))
+            attempt.begin(f"seed {seed}, {condition}")
             for arm, (strategy, lr) in _arms(tuned, scale).items():
                 rans.setdefault(arm, []).append(_raced(task, strategy, scale, delays, lr, seed))
         courses[condition] = Course(tuned, rans)
-    return judge(courses, attempt.drawn(lambda: _pictures(courses)))
+    return attempt.illustrated(judge(courses), lambda: _pictures(courses))
 
 
 def _tuned(task: Task, strategy: Strategy, scale: Scale, delays: Delays) -> Tuned:
@@ -141,13 +138,8 @@ def _raced(task: Task, strategy: Strategy, scale: Scale, delays: Delays, lr: flo
     return run_race(task, strategy, race, delays, seed=seed)
 
 
-def judge(courses: Courses, pictures: Sequence[str]) -> Result:
-    """Whether the chosen b ends lower than all workers and than asynchronous SGD, seed by seed.
-
-    Args:
-        courses: of each kind of late workers.
-        pictures: their names.
-    """
+def judge(courses: Courses) -> Result:
+    """Whether the chosen b ends lower than all workers and than asynchronous SGD, seed by seed."""
     ratios = {f"{c}: {part}": _ratios(courses[c].rans, arm) for part, arm in _RIVALS.items() for c in courses}
     parts = {part: at_least(each, _LOWER) for part, each in ratios.items()}
     sooner = [ratio for c in courses for ratio in ratios[f"{c}: {next(iter(_RIVALS))}"]]
@@ -172,7 +164,6 @@ def judge(courses: Courses, pictures: Sequence[str]) -> Result:
             **{f"b by the times of steps, each seed, {c}": _advice(each.rans[ALL]) for c, each in courses.items()},
             "where it falls short": _shortfalls(ratios, parts),
             "learning rates found at an edge": ", ".join(edges) or "none",
-            "pictures": " ".join(f"![{name}]({name})" for name in pictures) or "none: matplotlib is missing",
         },
     )
 
@@ -233,8 +224,6 @@ def _advice(rans: Sequence[Ran]) -> str:
 
 
 def _pictures(courses: Courses) -> Sequence[Picture]:
-    from reproductions.backup_workers.pictures import ends_picture, time_picture
-
     # An arm that has diverged somewhere cannot be drawn, and both kinds of late workers show the same arms.
     arms = [
         arm
@@ -247,61 +236,4 @@ def _pictures(courses: Courses) -> Sequence[Picture]:
     return (time_picture(shown), ends_picture(shown))
 
 
-CLAIM = Claim(
-    name="backup-workers",
-    sentence="If workers are sometimes late, or one always is, synchronous SGD that waits for the first N of N + b "
-    "workers learns faster than with all of them, and at learning rates at which asynchronous SGD suffers "
-    "from old gradients.",
-    paper="Chen et al., Revisiting Distributed Synchronous SGD, 2016, arXiv:1604.00981",
-    published="in words: with backup workers synchronous training converges in less time and to better accuracy than "
-    "asynchronous training, and in less time than without them (its figures, of 100 machines, are not comparable)",
-    protocol=f"digits, {WORKERS} workers as threads, with random stalls and with one worker always slow, for the same "
-    "time; each method at a learning rate of its own, found by doubling or halving from the same one, and the b above "
-    "0 that ends lowest there, both with 3 seeds (quick: 1) apart from those that are judged; then 8 seeds (quick: 3), "
-    "all arms in turn with each",
-    parts={
-        f"{condition}: {part}": words
-        for part, words in {
-            "than all workers": "with every seed the chosen b above 0 ends with a lower held-out loss than b = 0",
-            "than asynchronous, at its rate": "with every seed it ends lower than asynchronous SGD at the learning "
-            "rate of that b",
-            "than asynchronous, at the other's own rate": "with every seed it ends lower than asynchronous SGD at its "
-            "own best rate",
-        }.items()
-        for condition in CONDITIONS
-    },
-    costs="with few workers asynchronous SGD at its own learning rate can end lower: its gradients are few steps old, "
-    "and it throws none away",
-    minutes=(10, 2.7),
-    earlier=(
-        Earlier(
-            "with random stalls and with one slow worker the best b above 0, the one with the lowest mean of the seeds "
-            "that are judged, ends with a lower mean held-out loss than b = 0, than asynchronous SGD at the learning "
-            "rate of that b, and than asynchronous SGD at its own best rate",
-            "not run",
-            "the least of three b's on the seeds that are judged favours backups, and a ratio of means hides how seeds "
-            "differ",
-        ),
-        Earlier(
-            "after the same time, each method at a learning rate of its own, the best b above 0 has a lower held-out "
-            "loss than b = 0, and than asynchronous SGD at the learning rate of that b, with random stalls and with "
-            "one slow worker",
-            "holds",
-            "asynchronous SGD at its own best rate is the rival that a user has; it was told and not judged",
-        ),
-        Earlier(
-            "after the same time, each method at the best of the same learning rates, the best b above 0 has a lower "
-            "held-out loss than b = 0 and no higher one than asynchronous SGD, with random stalls and with one slow "
-            "worker",
-            "does not hold: with one slow worker asynchronous SGD at its own rate ended lower",
-            "it was loosened after this result: the comparison at the other's own rate was taken out",
-        ),
-    ),
-    full_only=(
-        "workers stall at random: than asynchronous, at its rate",
-        "workers stall at random: than asynchronous, at the other's own rate",
-        "one worker is always slow: than asynchronous, at its rate",
-        "one worker is always slow: than asynchronous, at the other's own rate",
-    ),
-    run=measure,
-)
+CLAIM = Claim.read(__file__, measure, globals())

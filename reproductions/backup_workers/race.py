@@ -14,16 +14,11 @@ import torch
 from torch import Tensor
 
 from reproductions.shared.threads import unless_diverged
-from thinwire.asynchronous.parameter_server import ParameterServer
+from thinwire import Comm, ParameterServer, Strategy, Worker, attach, run_threads
 from thinwire.asynchronous.quorum.log import memberships
 from thinwire.asynchronous.quorum.rules import best_number
-from thinwire.core.comm.base import Comm
-from thinwire.core.comm.threads import run_threads
 from thinwire.lab.emulate import Straggler
 from thinwire.lab.tasks import Task
-from thinwire.methods.strategies.base import Strategy
-from thinwire.worker.attach import attach
-from thinwire.worker.worker import Worker
 
 Delays = Callable[[int, int], Straggler]
 """Of (rank, seed): what makes a worker late."""

@@ -24,11 +24,9 @@ from reproductions.backup_workers.claim import (
 from reproductions.backup_workers.pictures import ends_picture, time_picture
 from reproductions.backup_workers.race import Race, Ran, run_race
 from reproductions.backup_workers.tuning import Tuned, best_of, search_rate
-from thinwire.asynchronous.backup_workers import BackupWorkers
-from thinwire.asynchronous.parameter_server import ParameterServer
+from thinwire import BackupWorkers, ParameterServer, Strategy
 from thinwire.lab.emulate import Straggler
 from thinwire.lab.tasks import load
-from thinwire.methods.strategies.base import Strategy
 
 
 def ran(loss: float) -> Ran:
@@ -66,7 +64,7 @@ def courses(
 def test_the_chosen_backups_are_judged_seed_by_seed(
     everyone: Sequence[float], stale: Sequence[float], nobody: Sequence[float], outcomes: Sequence[str], where: str
 ) -> None:
-    result = judge(courses(everyone, (0.2, 0.2), stale, nobody), [])
+    result = judge(courses(everyone, (0.2, 0.2), stale, nobody))
     assert list(result.parts) == list(CLAIM.parts)
     assert [str(each) for name, each in result.parts.items() if name.startswith("one worker")] == list(outcomes)
     assert where in result.details["where it falls short"]
@@ -74,7 +72,7 @@ def test_the_chosen_backups_are_judged_seed_by_seed(
 
 def test_what_was_chosen_and_found_is_told() -> None:
     late = next(iter(CONDITIONS))
-    result = judge(courses((0.4, 0.8), (0.2, 0.2), (0.9, 0.9), (0.3, 0.3)), [])
+    result = judge(courses((0.4, 0.8), (0.2, 0.2), (0.9, 0.9), (0.3, 0.3)))
     assert (result.value, result.least, result.most) == pytest.approx((3, 2, 4))
     assert "b = 2 ends at 0.2000" in result.measured
     assert result.details[f"rival's loss over the chosen b's, each seed, {late}: than all workers"] == "2.000, 4.000"

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from reproductions.craig import pictures as plots
 from reproductions.craig.deep import POINTS, Deep, DeepFound, measure_network
 from reproductions.craig.incremental import KINDS, METHODS, NOISE, SPACING, Method, percent
 from reproductions.craig.logistic import TARGET, Convex, Found, Runs, measure_convex
-from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_least
+from reproductions.craig.pictures import accuracy_picture, floor_picture, residual_picture
+from reproductions.shared.claims import Attempt, Claim, Outcome, Result, at_least
+
+if TYPE_CHECKING:
+    from thinwire.lab.report.picture import Picture
 
 SPEEDUP, NETWORK_SPEEDUP = 3.0, 2.0
 REDUNDANT = 20
@@ -50,25 +53,28 @@ def _plans(quick: bool, real: set[str]) -> tuple[list[Convex], list[Deep]]:
 
 
 def measure(attempt: Attempt) -> Result:
-    """Tune and run every arm, draw the curves, and judge."""
+    """Tune and run every arm, judge, and draw the curves."""
     convex, deep = _plans(attempt.quick, _present())
     details: dict[str, Any] = {} if _present() else {"data": "no THINWIRE_DATA: scikit-learn's digits instead"}
     found: dict[tuple[str, int], Found] = {}
-    for place, plan in enumerate(convex):
-        attempt.begin(f"logistic regression on {plan.task}, {plan.copies} near-duplicates", place)
+    for plan in convex:
+        attempt.begin(f"logistic regression on {plan.task}, {plan.copies} near-duplicates")
         found[plan.task, plan.copies] = measure_convex(plan)
         details |= _convex_details(plan, found[plan.task, plan.copies])
-        if plots.available():
-            _draw_convex(attempt, plan, found[plan.task, plan.copies])
     networks: dict[str, DeepFound] = {}
-    for place, network in enumerate(deep, len(convex)):
-        attempt.begin(f"network on {network.task}", place)
+    for network in deep:
+        attempt.begin(f"network on {network.task}")
         networks[network.task] = measure_network(network)
         details |= _deep_details(network, networks[network.task])
-        if plots.available():
-            first = {arm: runs.courses[0] for arm, runs in networks[network.task].runs.items() if runs.courses}
-            plots.draw_accuracies(attempt.folder / f"{network.task}-accuracy.png", network.task, first)
-    return judge(found, networks, details)
+
+    def pictures() -> Iterator[Picture]:
+        for plan in convex:
+            yield from _pictures_of(plan, found[plan.task, plan.copies])
+        for task, each in networks.items():
+            first = {arm: runs.courses[0] for arm, runs in each.runs.items() if runs.courses}
+            yield accuracy_picture(task, first)
+
+    return attempt.illustrated(judge(found, networks, details), pictures)
 
 
 def judge(found: Mapping[tuple[str, int], Found], networks: Mapping[str, DeepFound], details: dict[str, Any]) -> Result:
@@ -194,20 +200,21 @@ def _list(figures: Sequence[float]) -> str:
     return ", ".join(f"{figure:.3g}" for figure in figures)
 
 
-def _draw_convex(attempt: Attempt, plan: Convex, found: Found) -> None:
-    stem = f"{plan.task}-{plan.copies}"
-    title = f"{plan.task}, {plan.copies} near-duplicates"
+def _pictures_of(plan: Convex, found: Found) -> tuple[Picture, Picture]:
+    stem, title = f"{plan.task}-{plan.copies}", f"{plan.task}, {plan.copies} near-duplicates"
     first = {method: {arm: each.courses[0] for arm, each in arms.items()} for method, arms in found.runs.items()}
-    plots.draw_residuals(attempt.folder / f"{stem}-residual.png", title, first, TARGET)
     floors = {kind: [median(found.floors[f"{kind} {percent(f)}"]) for f in plan.fractions] for kind in KINDS}
-    plots.draw_floors(attempt.folder / f"{stem}-floors.png", title, plan.fractions, floors)
+    return (
+        residual_picture(stem, title, first, TARGET),
+        floor_picture(stem, title, plan.fractions, floors, TARGET),
+    )
 
 
 def _deep_details(plan: Deep, found: DeepFound) -> dict[str, Any]:
     rows: dict[str, Any] = {f"{plan.task} network: accuracy to reach": f"{found.wanted:.4f}"}
     for arm, runs in found.runs.items():
         each = [
-            f"{plots.in_words(course.first(found.wanted, course.seconds))} ({course.selection_seconds:.3g} s choosing, "
+            f"{_in_words(course.first(found.wanted, course.seconds))} ({course.selection_seconds:.3g} s choosing, "
             f"{course.points[-1]:,} points, {course.accuracies[-1]:.4f} at the end)"
             for course in (*runs.courses, *(() if runs.courses else (runs.apart,)))
         ]
@@ -221,78 +228,15 @@ def _deep_details(plan: Deep, found: DeepFound) -> dict[str, Any]:
     return rows
 
 
+def _in_words(seconds: float) -> str:
+    return f"{seconds:.3g} s" if math.isfinite(seconds) else "never"
+
+
 def _present() -> set[str]:
     """The tasks of this claim whose files are here."""
     return {"a9a", "mnist", "cifar10"} if os.environ.get("THINWIRE_DATA") else set()
 
 
-CLAIM = Claim(
-    name="craig",
-    sentence="On a weighted coreset an incremental gradient method gets as near to the optimum several times "
-    "sooner than on all the data, the selection included.",
-    paper="Mirzasoleiman, Bilmes and Leskovec, Coresets for Data-efficient Training of Machine Learning Models, "
-    "ICML 2020, arXiv:1906.01827",
-    published="up to 6 times for logistic regression, up to 3 times for networks",
-    protocol="logistic regression (even or odd digits of scikit-learn's digits and MNIST; a9a) of 1,000 samples "
-    f"(MNIST: 500) as they are, and with 5 and {REDUNDANT} near-duplicates of each (Gaussian noise of {NOISE:g} "
-    "standard deviations of each feature), weight decay 1e-3, of the intercept too; incremental gradient, SAGA and "
-    "SVRG over single samples with rates that fall with the epoch; arms are all the data, coresets, random points, and "
-    "random points weighed by "
-    "the samples nearest to them, in three sizes, random points drawn anew by each seed; for each arm, rate and decay "
-    "are the best of the same grid of 18 with a seed apart, and the size of each kind the best of three by the median "
-    f"of three seeds apart; 3 judged seeds; looks {100 * (SPACING - 1):.0f}% apart in gradients, the logarithm of the "
-    "residual a line between them; at most 60, 16 and 6 passes over the data with 1, 5 and 20 copies; seconds are "
-    "those gradients times the seconds of a gradient on the arm's own samples, in 3 rounds in which all the data, the "
-    "coreset and its selection take turns; networks: MNIST (two layers, 120,000 points) and CIFAR-10 (ResNet-8, 12,800 "
-    "points), at constant rates so that no horizon decides, to the accuracy of all the data at the end, less "
-    f"{100 * POINTS:g} point; selected anew in each epoch, its time counted; random and weighted random points are "
-    "rivals that are told; rate (of three) and size chosen with a seed apart, 3 judged seeds, arms in turns (quick: "
-    "digits and a9a with 450 samples, incremental gradient alone, and the first network with "
-    "24,000 points, two rates and one size)",
-    parts={
-        "redundant data, gradients": f"with {REDUNDANT} near-duplicates, with every seed, incremental gradient on the "
-        f"best-sized coreset needs at least {SPEEDUP:g} times fewer gradients of single samples to a loss within "
-        f"{TARGET:g} of the gap between start and optimum than on all the data; within noise where seeds differ or are "
-        "within one look of the limit. Each data set is judged; one on which all the data are not there with most "
-        "seeds is undecided; one that fails decides, and most must be decided",
-        "redundant data, seconds": f"and at least {SPEEDUP:g} times fewer seconds, selection included, with every "
-        "seed and its round of the clock; within noise where they differ",
-        "redundant data, beside random": "and fewer gradients, by more than one look and with every seed, than on the "
-        "better of random points of both kinds, at their best sizes; within noise where seeds differ",
-        "data as they are, gradients": f"the first part with every sample once: at least {SPEEDUP:g} times fewer "
-        "gradients",
-        "networks": f"seconds to {100 * POINTS:g} point below all the data's accuracy at least {NETWORK_SPEEDUP:g} "
-        "times fewer on the best-sized coreset, selection included, with every seed; within noise where seeds differ; "
-        "over data sets as in the first part",
-    },
-    costs="data without near-duplicates: a coreset's own optimum is further from that of all the data than random "
-    "points' is at small sizes, and selection takes longer than the epochs that it saves",
-    minutes=(57, 3),
-    run=measure,
-    earlier=(
-        Earlier(
-            f"with {REDUNDANT} near-duplicates, on every data set, incremental gradient on the best-sized coreset "
-            f"needs at least {SPEEDUP:g} times fewer gradients to {TARGET:g} of the gap than on all the data (median "
-            "of seeds), as many times fewer seconds, and fewer gradients than on random points of either kind; the "
-            f"first with every sample once; networks at least {NETWORK_SPEEDUP:g} times sooner",
-            "not run",
-            "counts were known to a sixtieth of a run, random points were drawn once, sizes were chosen with the "
-            "judged seeds, seconds were timed once, networks had one seed and one horizon for all arms, and one data "
-            "set could leave all undecided",
-        ),
-        Earlier(
-            "as now, with weight decay 1e-5, 3 passes over the data, a grid of 8 rates and decays, and no word on what "
-            "follows where all the data do not come to the target",
-            "nothing was decided: in the quick form no arm came to the target, all the data included",
-            "so few passes at so little weight decay end far from the optimum; the new ones were chosen with all the "
-            "data alone, without a coreset",
-        ),
-        Earlier(
-            "logistic regression: at least 3 times less time to a loss within 0.01 of the gap between start and "
-            "optimum, and less than a random subset of the same size takes, each arm at its best of the same rates",
-            "does not hold: no coreset reached 0.01 of the gap before a random subset of its size",
-            "steps took 16 samples at a constant rate on data without redundancy; the paper's take one sample at "
-            "falling rates, and its first quantity is gradients",
-        ),
-    ),
+CLAIM = Claim.read(
+    __file__, measure, {**globals(), "NOISE": NOISE, "points": 100 * POINTS, "apart": 100 * (SPACING - 1)}
 )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from thinwire.coreset.selection import select
+from thinwire.coreset import select
 from thinwire.coreset.subset import Subset, budget_of
 
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from reproductions.craig.incremental import KINDS, nearest_counts, percent
+from thinwire.coreset import Craig, Points
 from thinwire.coreset.baselines import Random
-from thinwire.coreset.craig import Craig
-from thinwire.coreset.policy import Points, Policy
+from thinwire.coreset.policy import Policy
 from thinwire.coreset.subset import Subset, budget_of, keyed
 from thinwire.lab.runs.coreset import ChosenData
 from thinwire.lab.tasks import Task, load

@@ -33,9 +33,9 @@ from reproductions.craig.incremental import (
     redundant,
 )
 from reproductions.craig.logistic import APART, Convex, Found, Round, Runs, measure_convex
-from reproductions.craig.pictures import draw_accuracies, draw_floors, draw_residuals
+from reproductions.craig.pictures import accuracy_picture, floor_picture, residual_picture
+from thinwire.coreset import Craig
 from thinwire.coreset.baselines import Random
-from thinwire.coreset.craig import Craig
 from thinwire.coreset.subset import Subset, keyed
 from thinwire.lab.tasks import load
 
@@ -331,12 +331,11 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     arms = ("full", "craig 10%", "random 10%", "weighted random 10%")
     first = {"ig": dict.fromkeys(arms, Course((0, 50, 100), (1.0, 0.1, 0.01)))}
-    draw_residuals(tmp_path / "a.png", "toy", first, 0.01)
-    draw_floors(tmp_path / "b.png", "toy", (0.1,), {"craig": [0.1], "random": [0.2], "weighted random": [0.3]})
-    draw_accuracies(tmp_path / "c.png", "toy", {"full": DeepCourse((0.0, 1.0), (0, 32), (0.1, 0.9), 0.0)})
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("a.png", "b.png", "c.png"))
-
-
-def test_the_claim_names_its_paper() -> None:
-    assert CLAIM.name == "craig"
-    assert "1906.01827" in CLAIM.paper
+    floors = {"craig": [0.1], "random": [0.2], "weighted random": [0.3]}
+    drawn = [
+        residual_picture("toy-1", "toy", first, 0.01),
+        floor_picture("toy-1", "toy", (0.1,), floors, 0.01),
+        accuracy_picture("toy", {"full": DeepCourse((0.0, 1.0), (0, 32), (0.1, 0.9), 0.0)}),
+    ]
+    names = [each.png(tmp_path).name for each in drawn]
+    assert names == ["toy-1-residual.png", "toy-1-floors.png", "toy-accuracy.png"]

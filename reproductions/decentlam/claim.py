@@ -5,23 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from reproductions.decentlam.least_squares import drawn, trained
 from reproductions.decentlam.methods import METHODS, Method
-from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, judged
+from reproductions.decentlam.pictures import accuracy_picture, bias_picture
+from reproductions.shared.claims import Attempt, Claim, Outcome, Result, judged
 from reproductions.shared.curves import Choice
 from reproductions.shared.threads import Schedule, train_on_threads
+from thinwire import Ring
 from thinwire.core.statistics import spread
 from thinwire.lab.tasks import Evaluation, load
-from thinwire.methods.topology.graphs import Ring
-
-if TYPE_CHECKING:
-    from thinwire.lab.report.picture import Picture
 
 WORKERS = 8
 MOMENTUM = 0.9
@@ -97,14 +94,12 @@ QUICK = Scale(
 
 def measure(attempt: Attempt) -> Result:
     """Train on least squares and on a task, judge, and draw both."""
-    scale, places = QUICK if attempt.quick else Scale(), count()
-
-    def begin(words: str) -> None:
-        attempt.begin(words, next(places))
-
-    biases = measured_biases(scale, begin)
-    choices, accuracies = measured_accuracies(scale, begin)
-    return judge(biases, choices, accuracies, attempt.drawn(lambda: _pictures(biases, accuracies)))
+    scale = QUICK if attempt.quick else Scale()
+    biases = measured_biases(scale, attempt.begin)
+    choices, accuracies = measured_accuracies(scale, attempt.begin)
+    result = judge(biases, choices, accuracies)
+    real = {key: rest.bias for key, rest in biases.items()}
+    return attempt.illustrated(result, lambda: (bias_picture(real, MOMENTUM), accuracy_picture(accuracies)))
 
 
 def _methods(scale: Scale) -> list[Method]:
@@ -156,7 +151,7 @@ def _ended(method: Method, batch: int, factor: float, seed: int) -> Evaluation:
     return train_on_threads(load(_TASK), recipe, schedule, workers=WORKERS, split=_SPLIT, seed=seed)
 
 
-def judge(biases: Biases, choices: Choices, accuracies: Accuracies, pictures: list[str]) -> Result:
+def judge(biases: Biases, choices: Choices, accuracies: Accuracies) -> Result:
     """Whether training rests where the equations say, and DecentLaM is the better one the larger the batch."""
     off = max(rest.off for rest in biases.values())
     ratios = _ratios(biases)
@@ -192,7 +187,6 @@ def judge(biases: Biases, choices: Choices, accuracies: Accuracies, pictures: li
                 for (momentum, rate), (real, told) in ratios.items()
             },
             **_bias_rows(biases),
-            "pictures": " ".join(f"![{name}]({name})" for name in pictures) or "none",
         },
     )
 
@@ -260,48 +254,4 @@ def _bias_rows(biases: Biases) -> dict[str, Any]:
     return {key: ", ".join(f"{bias} at {rate}" for rate, bias in row.items()) for key, row in rows.items()}
 
 
-def _pictures(biases: Biases, accuracies: Accuracies) -> Sequence[Picture]:
-    from reproductions.decentlam.pictures import accuracy_picture, bias_picture
-
-    plain = {key: rest.bias for key, rest in biases.items()}
-    return (bias_picture(plain, MOMENTUM), accuracy_picture(accuracies))
-
-
-CLAIM = Claim(
-    name="decentlam",
-    sentence="Momentum amplifies the bias of decentralized SGD on heterogeneous data, more visibly with larger "
-    "batches; DecentLaM removes the momentum's part of it and stays accurate where DmSGD does not.",
-    paper="Yuan et al., DecentLaM: Decentralized Momentum SGD for Large-batch Deep Training, ICCV 2021, "
-    "arXiv:2104.11981",
-    published="in words: momentum amplifies DmSGD's inconsistency bias, which becomes more evident as the batch grows, "
-    "and DecentLaM removes what momentum adds (the paper's accuracies are for ImageNet, and not comparable)",
-    protocol="least squares of 8 workers on a ring, trained until at rest, at four learning rates and four momenta "
-    "(quick: two and two, and four methods only); digits split by a Dirichlet distribution (0.1), equal numbers of "
-    "examples at 64, 256 and 1024 a step (quick: 256 and 1024), every method at the "
-    "best of four learning rates (quick: three) for its batch by held-out loss with another seed, from an equal grid "
-    "in proportion to the batch; 6 seeds (quick: 3)",
-    parts={
-        "points of rest": f"all within {EXACT:g} of their equations",
-        "bias": "trained to rest, at every learning rate and momentum tried: DecentLaM's squared bias is that of DSGD, "
-        f"which has no momentum, within {CLOSE:.0%}, and DmSGD's is above DecentLaM's, by the ratio that the equations "
-        f"give within {CLOSE:.0%} (the code is judged by this: the inequality follows from the equations)",
-        "accuracy": f"at the largest batch DecentLaM is more accurate than DmSGD by more than {ERRORS} standard errors "
-        "of the paired difference, each at its own best rate (less than that: within noise; not more accurate: does "
-        "not hold)",
-        "growing with the batch": "that difference is larger at the largest batch than at the smallest, paired by "
-        f"seed, by more than {ERRORS} standard errors (less than that: within noise; not larger: does not hold)",
-    },
-    costs="where data are alike there is no bias to remove, and DmSGD does as well",
-    minutes=(27, 3),
-    earlier=(
-        Earlier(
-            f"points of rest: all within {EXACT:g} of their equations; bias: DmSGD's squared bias is above "
-            "DecentLaM's; accuracy: at the largest batch DecentLaM is more accurate than DmSGD by more than the "
-            "standard error of the paired difference",
-            "holds: +1.73 points at 1024 examples a step (standard error 0.47), when these were one rule",
-            "no method's learning rate was tuned; the bias was looked at with one rate, where by the equations it "
-            "could not fail; and nothing judged that the difference grows with the batch",
-        ),
-    ),
-    run=measure,
-)
+CLAIM = Claim.read(__file__, measure, globals())

@@ -11,10 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from thinwire.core.comm.base import Comm
-from thinwire.core.comm.threads import run_threads
-from thinwire.methods.strategies.base import Strategy
-from thinwire.worker.attach import attach
+from thinwire import Comm, Strategy, attach, run_threads
 
 Matrix = NDArray[np.float64]
 _STILL = 1e-12

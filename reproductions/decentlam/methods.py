@@ -9,14 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reproductions.decentlam.least_squares import LeastSquares, Matrix
-from thinwire.methods.strategies.base import Strategy
-from thinwire.methods.strategies.gossip.decentlam import DecentLaM
-from thinwire.methods.strategies.gossip.double_averaging import DoubleAveraging
-from thinwire.methods.strategies.gossip.exact_diffusion import ExactDiffusion
-from thinwire.methods.strategies.gossip.gossip import Gossip
-from thinwire.methods.strategies.gossip.quasi_global import QuasiGlobal
-from thinwire.methods.strategies.gradients.all_reduce import AllReduce
-from thinwire.methods.topology.base import Topology
+from thinwire import AllReduce, DecentLaM, DoubleAveraging, ExactDiffusion, Gossip, QuasiGlobal, Strategy, Topology
 
 Pull = Callable[[Matrix, float], Matrix]
 

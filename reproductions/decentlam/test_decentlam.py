@@ -13,6 +13,7 @@ from reproductions.decentlam import claim as decentlam
 from reproductions.decentlam import least_squares
 from reproductions.decentlam.claim import Accuracies, AtRest, Biases, Choices, Scale, judge
 from reproductions.decentlam.methods import METHODS
+from reproductions.decentlam.pictures import accuracy_picture, bias_picture
 from reproductions.shared.claims import Attempt, claim, write_result
 from reproductions.shared.curves import Choice
 from reproductions.shared.threads import Schedule, train_on_threads
@@ -116,18 +117,17 @@ def figures(
     ],
 )
 def test_each_part_of_the_verdict_follows_from_the_figures(changes: dict[str, Any], part: str, outcome: str) -> None:
-    assert judge(*figures(), []).holds
-    result = judge(*figures(**changes), [])
+    assert judge(*figures()).holds
+    result = judge(*figures(**changes))
     assert result.parts[part] == outcome
     assert list(result.parts) == list(claim("decentlam").parts)
 
 
 def test_losses_are_told_as_well_as_wins() -> None:
-    result = judge(*figures(), ["bias.png"])
+    result = judge(*figures())
     assert result.details["more accurate than DecentLaM at 1024 examples a step"] == "EDM"
     assert result.details["accuracy at 1024 examples a step: DmSGD"] == "91.00 % (90.00 to 92.00)"
     assert result.details["squared bias, momentum 0.9: DmSGD"] == "2.5 at 0.05, 5 at 0.1"
-    assert result.details["pictures"] == "![bias.png](bias.png)"
     assert result.details["factor of the learning rate at 64 examples a step: DmSGD"].startswith("1 (loss 0.300 at 0.5")
     assert "50.0 to 50.0 times" in result.measured
     assert result.least < result.value < result.most
@@ -140,7 +140,6 @@ def test_a_small_run_measures_draws_and_reports(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(decentlam, "QUICK", Scale((0.3,), (0.9,), (16,), factors=(0.5, 1.0), seeds=2))
     monkeypatch.setattr(decentlam, "_EXAMPLES", 16 * 4 * 5)
     monkeypatch.setattr(least_squares, "_LOOK_EVERY", 50)
-    monkeypatch.setattr(decentlam, "_pictures", lambda *_: [])
     begun: list[tuple[str, int]] = []
     result = decentlam.measure(Attempt(tmp_path, True, lambda event: None, lambda *words: begun.append(words)))
     assert [place for _, place in begun] == [0, 1, 2, 3, 4, 5]
@@ -152,8 +151,9 @@ def test_a_small_run_measures_draws_and_reports(tmp_path: Path, monkeypatch: pyt
 
 def test_both_pictures_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    biases, _, accuracies = figures()
+    biases, choices, accuracies = figures()
+    drawn = bias_picture({key: rest.bias for key, rest in biases.items()}, 0.9), accuracy_picture(accuracies)
     attempt = Attempt(tmp_path, True, lambda event: None, lambda *_: None)
-    names = attempt.drawn(lambda: decentlam._pictures(biases, accuracies))
-    assert names == ["bias.png", "accuracy.png"]
-    assert all((tmp_path / name).stat().st_size > 10_000 for name in names)
+    result = attempt.illustrated(judge(biases, choices, accuracies), lambda: drawn)
+    assert result.details["pictures"] == "![bias.png](bias.png) ![accuracy.png](accuracy.png)"
+    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("bias.png", "accuracy.png"))

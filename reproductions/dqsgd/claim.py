@@ -6,25 +6,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from reproductions.dqsgd.pictures import accuracy_picture, bits_picture
 from reproductions.dqsgd.regression import Kept, kept, parity
-from reproductions.dqsgd.thread_runs import Learned, learned, rate_in_words, weakest
-from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_least, at_most, judged, with_error
+from reproductions.dqsgd.thread_runs import Learned, in_words, learned, mean_of, rate_in_words
+from reproductions.shared.claims import Attempt, Claim, Outcome, Result, at_least, at_most, judged, weakest, with_error
 from reproductions.shared.threads import Schedule
+from thinwire import DQSGD, QSGD, AllReduce, BitBudget, ErrorBound, FixedBits, MajorityVote, Strategy, TernGrad
 from thinwire.lab.tasks import Task, load
-from thinwire.methods.codecs.majority import MajorityVote
-from thinwire.methods.codecs.qsgd import QSGD
-from thinwire.methods.codecs.terngrad import TernGrad
-from thinwire.methods.strategies.base import Strategy
-from thinwire.methods.strategies.gradients.all_reduce import AllReduce
-from thinwire.methods.strategies.gradients.bit_rules import BitBudget, ErrorBound, FixedBits
-from thinwire.methods.strategies.gradients.dynamic_quantization import DQSGD
-
-if TYPE_CHECKING:
-    from thinwire.lab.report.picture import Picture
 
 WORKERS = 4
 _BLOCK = 512  # as QSGD's buckets
@@ -94,23 +85,26 @@ def methods(steps: int, left_out: Sequence[str] = ()) -> dict[str, Strategy]:
 
 def measure(attempt: Attempt) -> Result:
     """Keep a bound on a convex problem, learn a task with every method, judge, and draw."""
-    plans, places = scales(attempt.quick, bool(os.environ.get("THINWIRE_DATA"))), count()
+    plans = scales(attempt.quick, bool(os.environ.get("THINWIRE_DATA")))
     problem, bounds = parity(load("digits"), WORKERS), list[Kept]()
     for seed in range(plans[0].bounds):
-        attempt.begin(f"logistic regression under a bound, seed {seed}", next(places))
+        attempt.begin(f"logistic regression under a bound, seed {seed}")
         bounds.append(kept(problem, error=3e-6, steps=400, lr=0.2 / problem.smoothness, seed=seed))
     found: dict[str, dict[str, list[Learned]]] = {}
     chosen: dict[str, str] = {}
     for plan in plans:
         task, found[plan.task], rates = load(plan.task), {}, list[str]()
         for name, strategy in methods(plan.schedule.steps, plan.left_out).items():
-            attempt.begin(f"{plan.task}: {name}", next(places))
+            attempt.begin(f"{plan.task}: {name}")
             found[plan.task][name], rate = _best(task, strategy, plan)
             rates.append(f"{name} {rate}")
         chosen[f"{plan.task}: rates chosen, by the loss of a seed that is not judged"] = ", ".join(rates)
-    result = judge(bounds, found, attempt.drawn(lambda: _pictures(bounds, found)))
+    result = judge(bounds, found)
     data = ", ".join(f"{load(plan.task).title}, rate {_rates(plan)}, {plan.schedule.steps} steps" for plan in plans)
-    return replace(result, details={**result.details, **chosen, "data": data})
+    return attempt.illustrated(
+        replace(result, details={**result.details, **chosen, "data": data}),
+        lambda: [bits_picture(bounds), *(accuracy_picture(f"{task}-accuracy", runs) for task, runs in found.items())],
+    )
 
 
 def _rates(plan: Scale) -> str:
@@ -132,7 +126,7 @@ def _best(task: Task, strategy: Strategy, plan: Scale) -> tuple[list[Learned], s
     return [run(rate, seed) for seed in range(plan.seeds)], rate_in_words(rate, rates)
 
 
-def judge(bounds: Sequence[Kept], found: Mapping[str, Mapping[str, Sequence[Learned]]], pictures: list[str]) -> Result:
+def judge(bounds: Sequence[Kept], found: Mapping[str, Mapping[str, Sequence[Learned]]]) -> Result:
     """Whether bounds were kept with few bits, and what was learned with fewer is as good."""
     excess = [run.excess for run in bounds]
     respected = all(run.gap <= run.bound and run.added <= 1 for run in bounds)
@@ -161,7 +155,6 @@ def judge(bounds: Sequence[Kept], found: Mapping[str, Mapping[str, Sequence[Lear
                 f"{fmean(run.bits):.4f} of {run.fewest / len(run.bits):.4f}" for run in bounds
             ),
             **_rows(found),
-            "pictures": " ".join(f"![{name}]({name})" for name in pictures) or "none: matplotlib is missing",
         },
     )
 
@@ -182,7 +175,7 @@ def _gains(runs: Mapping[str, Sequence[Learned]], rival: str) -> list[float]:
 
 
 def _share(runs: Mapping[str, Sequence[Learned]], rival: str) -> float:
-    return _mean(runs[_OURS], "payload_bytes") / _mean(runs[rival], "payload_bytes")
+    return mean_of(runs[_OURS], "payload_bytes") / mean_of(runs[rival], "payload_bytes")
 
 
 def _rows(found: Mapping[str, Mapping[str, Sequence[Learned]]]) -> dict[str, Any]:
@@ -193,64 +186,10 @@ def _rows(found: Mapping[str, Mapping[str, Sequence[Learned]]]) -> dict[str, Any
         if name != _OURS
     }
     return beside | {
-        f"{task}, {name}": f"accuracy {_mean(runs, 'accuracy'):.4f} "
-        f"({min(run.accuracy for run in runs):.4f} to {max(run.accuracy for run in runs):.4f}), "
-        f"loss {_mean(runs, 'loss'):.4f}, {_mean(runs, 'bits_per_entry'):.3f} bits sent for a parameter and step"
+        f"{task}, {name}": f"{in_words(runs)}, {mean_of(runs, 'bits_per_entry'):.3f} bits sent for a parameter and step"
         for task, methods_of in found.items()
         for name, runs in methods_of.items()
     }
 
 
-def _mean(runs: Sequence[Learned], name: str) -> float:
-    return fmean(getattr(run, name) for run in runs)
-
-
-def _pictures(bounds: Sequence[Kept], found: Mapping[str, Mapping[str, Sequence[Learned]]]) -> Sequence[Picture]:
-    from reproductions.dqsgd.pictures import accuracy_picture, bits_picture
-
-    return [bits_picture(bounds), *(accuracy_picture(f"{task}-accuracy", runs) for task, runs in found.items())]
-
-
-CLAIM = Claim(
-    name="dqsgd",
-    sentence="Bits chosen by the size of gradients and by the remaining budget keep a bound on the loss with "
-    "nearly the fewest bits possible, and learn as much as fixed bits with fewer.",
-    paper="Yan et al., DQ-SGD: Dynamic Quantization in SGD for Communication-Efficient Distributed Learning, 2021, "
-    "arXiv:2107.14575",
-    published="better trade-offs of accuracy against communication than SGD, SignSGD, TernGrad and QSGD",
-    protocol="logistic regression under an error bound, 5 seeds (quick: 1); AG News, 200 steps, and CIFAR-10 with "
-    "ResNet-8, 180 steps (digits where files are missing; quick: AG News, each method at one rate), 3 seeds each; SGD, "
-    f"SignSGD, TernGrad, QSGD and DQ-SGD of {_BITS:g} bits, each at the best of 3 learning rates, chosen with a seed "
-    "that is not judged; QSGD is the rival that is judged, seed by seed, the others are told beside it",
-    parts={
-        "bound": "logistic regression, every seed: the distance from the optimum and the ledger are within their "
-        "bounds",
-        "fewest bits": f"there, mean bits are within {_EXCESS:.0%} of the fewest of hindsight in every seed; where "
-        "some seeds are and others not, it is within noise",
-        "accuracy": f"every task, in every seed: no more than {_POINTS:.1%} less accurate than QSGD of 4 bits with the "
-        f"same seed where it sends at most {_FEWER:g} times QSGD's bytes, scales counted; at least {_POINTS:.1%} more "
-        "accurate where it sends more; where some seeds of a task meet this and others not, it is within noise",
-    },
-    costs="where gradients shrink within the run, or steps remove much of earlier errors, the error bound spends 1.5 "
-    "to 3.7 times the fewest bits of hindsight: it reserves error for steps that need less of it",
-    minutes=(66, 2),
-    earlier=(
-        Earlier(
-            "bound: logistic regression: the distance from the optimum and the ledger are within their bounds; fewest "
-            f"bits: there, mean bits are within {_EXCESS:.0%} of the fewest of hindsight; accuracy: every task: at "
-            f"least {_POINTS:.1%} more accurate than QSGD of 4 bits, or no more than that less accurate with 0.75 "
-            "times its bytes",
-            "not run",
-            "means of seeds, of which CIFAR-10 had one, cannot be told from noise; and the code let 0.77 times the "
-            "bytes pass for 0.75",
-        ),
-        Earlier(
-            "logistic regression: the distance from the optimum and the ledger within their bounds, mean bits within "
-            f"{_EXCESS:.0%} of the fewest of hindsight; every task: at least {_POINTS:.1%} more accurate than QSGD of "
-            "4 bits, or no more than that less accurate with 0.75 times its bytes",
-            "holds: +0.71% bits; AG News +3.22 points, CIFAR-10 (one seed) +2.27 points, with 0.75 times the bytes",
-            "one rule became three parts",
-        ),
-    ),
-    run=measure,
-)
+CLAIM = Claim.read(__file__, measure, globals())

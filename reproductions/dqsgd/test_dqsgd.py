@@ -13,13 +13,13 @@ import pytest
 from reproductions.dqsgd import claim as dqsgd
 from reproductions.dqsgd.regression import Kept, kept, parity
 from reproductions.dqsgd.thread_runs import Learned, learned
+from reproductions.shared.claims import Attempt
 from reproductions.shared.threads import Schedule
 from reproductions.sketched_sgd import claim as sketched_sgd
-from reproductions.sketched_sgd.processes import RunOutput, learned_by_processes
+from reproductions.sketched_sgd.processes import learned_by_processes
+from thinwire import AllReduce, SketchedSGD
 from thinwire.lab.runs.launcher import ignore_event
 from thinwire.lab.tasks import load
-from thinwire.methods.strategies.gradients.all_reduce import AllReduce
-from thinwire.methods.strategies.gradients.sketched import SketchedSGD
 
 GOOD = Kept(gap=1e-6, bound=1e-5, added=0.9, bits=(3,) * 100, fewest=299, squares=(1.0,) * 100)
 RUN = Learned(accuracy=0.9, loss=0.3, payload_bytes=750.0, steps=10, parameters=100)
@@ -33,7 +33,7 @@ def methods(*accuracies: float, payload_bytes: float = 750.0) -> dict[str, list[
 
 
 def test_a_kept_bound_with_few_bits_and_as_much_learned_with_fewer_bytes_holds() -> None:
-    found = dqsgd.judge([GOOD, GOOD], {"digits": methods()}, [])
+    found = dqsgd.judge([GOOD, GOOD], {"digits": methods()})
     assert found.holds
     assert found.value == pytest.approx(300 / 299 - 1)
     assert "0.7500 times its bytes" in found.measured
@@ -53,7 +53,7 @@ def test_a_kept_bound_with_few_bits_and_as_much_learned_with_fewer_bytes_holds()
 def test_a_broken_bound_many_bits_or_less_learned_does_not_hold(
     bounds: list[Kept], runs: dict[str, list[Learned]]
 ) -> None:
-    assert not dqsgd.judge(bounds, {"digits": runs}, []).holds
+    assert not dqsgd.judge(bounds, {"digits": runs}).holds
 
 
 @pytest.mark.parametrize(
@@ -68,14 +68,14 @@ def test_a_broken_bound_many_bits_or_less_learned_does_not_hold(
 )
 def test_accuracy_is_judged_seed_by_seed(accuracies: tuple[float, ...], payload_bytes: float, outcome: str) -> None:
     runs = methods(*accuracies, payload_bytes=payload_bytes)
-    assert dqsgd.judge([GOOD], {"digits": runs}, []).parts["accuracy"] == outcome
+    assert dqsgd.judge([GOOD], {"digits": runs}).parts["accuracy"] == outcome
     # One task that fails is not outweighed by another.
     both = {"digits": runs, "cifar10": methods(0.8, 0.8, 0.8)}
-    assert dqsgd.judge([GOOD], both, []).parts["accuracy"] == "does not hold"
+    assert dqsgd.judge([GOOD], both).parts["accuracy"] == "does not hold"
 
 
 def test_bits_are_judged_seed_by_seed() -> None:
-    assert dqsgd.judge([GOOD, replace(GOOD, fewest=290)], {"digits": methods()}, []).parts["fewest bits"] == (
+    assert dqsgd.judge([GOOD, replace(GOOD, fewest=290)], {"digits": methods()}).parts["fewest bits"] == (
         "within noise"
     )
 
@@ -116,7 +116,7 @@ def test_sketches_hold_where_nothing_is_lost_for_a_fraction_that_stays_so(
 ) -> None:
     plans = sketched_sgd.scales(quick=True, real=False)
     crowds = {"digits": {sketched_sgd.SKETCHED: replace(RUN, payload_bytes=crowd)}}
-    assert sketched_sgd.judge(plans, {"digits": sketches(**changes)}, crowds, []).holds == holds
+    assert sketched_sgd.judge(plans, {"digits": sketches(**changes)}, crowds).holds == holds
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_sketches_hold_where_nothing_is_lost_for_a_fraction_that_stays_so(
 def test_accuracy_of_sketches_is_judged_seed_by_seed(accuracies: tuple[float, ...], outcome: str) -> None:
     plans = sketched_sgd.scales(quick=True, real=False)
     crowds = {"digits": {sketched_sgd.SKETCHED: RUN}}
-    found = sketched_sgd.judge(plans, {"digits": sketches(accuracies)}, crowds, [])
+    found = sketched_sgd.judge(plans, {"digits": sketches(accuracies)}, crowds)
     assert found.parts["accuracy"] == outcome
     assert f"{100 * (accuracies[0] - 0.9):+.2f}" in found.details["digits, 16 workers, Sketched SGD less dense SGD"]
 
@@ -137,7 +137,7 @@ def test_on_mnist_twenty_times_less_is_asked(nbytes: float, holds: bool) -> None
     runs = {(n, sketched_sgd.DENSE): [replace(RUN, payload_bytes=5000.0)] for n in plan.workers}
     runs |= {(n, sketched_sgd.SKETCHED): [replace(RUN, payload_bytes=nbytes)] for n in plan.workers}
     crowds = {"mnist": {sketched_sgd.SKETCHED: replace(RUN, payload_bytes=nbytes)}}
-    assert sketched_sgd.judge([plan], {"mnist": runs}, crowds, []).holds == holds
+    assert sketched_sgd.judge([plan], {"mnist": runs}, crowds).holds == holds
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_bytes_on_the_wire_are_told_where_interfaces_count_them(wire: tuple[floa
     for name, nbytes in zip((sketched_sgd.DENSE, sketched_sgd.SKETCHED), wire or (None, None), strict=True):
         runs[4, name] = [replace(run, wire_bytes=nbytes) for run in runs[4, name]]
     plans = [replace(plan, crowd=16) for plan in plans]
-    found = sketched_sgd.judge(plans, {"digits": runs}, {"digits": {sketched_sgd.SKETCHED: RUN}}, [])
+    found = sketched_sgd.judge(plans, {"digits": runs}, {"digits": {sketched_sgd.SKETCHED: RUN}})
     assert words in found.measured
     assert "accuracy" in found.details["digits, 16 workers, Sketched SGD"]
     assert "accuracy" not in found.details["digits, bytes on 16 workers, Sketched SGD"]
@@ -185,12 +185,12 @@ def test_accounts_of_threads_count_every_byte() -> None:
 
 
 def test_processes_learn_what_threads_do_and_count_the_same_bytes(tmp_path: Path) -> None:
-    task, schedule, attended = load("digits"), Schedule(20, 8, 0.2), list[str]()
+    task, schedule, begun = load("digits"), Schedule(20, 8, 0.2), list[str]()
     strategy = SketchedSGD(0.02, columns=4, rows=1, momentum=0.0, dense_below=128, recovery="sketch")
-    output = RunOutput(tmp_path / "runs", ignore_event, attended.append)
-    (found,) = learned_by_processes(task, strategy, schedule, output, workers=2, seeds=1)
+    attempt = Attempt(tmp_path, True, ignore_event, lambda recipe, _: begun.append(recipe))
+    (found,) = learned_by_processes(attempt, "runs", task, strategy, schedule, workers=2, seeds=1)
     same = learned(task, strategy, schedule, workers=2, seed=0)
-    assert attended == [str(strategy)]
+    assert begun == [str(strategy)]
     assert (found.payload_bytes, found.steps, found.parameters) == (same.payload_bytes, 20, same.parameters)
     assert found.loss == pytest.approx(same.loss, rel=1e-4)
     assert found.wire_bytes is None or found.wire_bytes > found.payload_bytes

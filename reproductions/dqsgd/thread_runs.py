@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
+from statistics import fmean
 
-from reproductions.shared.claims import Outcome
 from reproductions.shared.threads import Data, Schedule, Trained, on_threads, unless_diverged
+from thinwire import Strategy
 from thinwire.lab.tasks import Evaluation, Task
-from thinwire.methods.strategies.base import Strategy
 
 PATIENCE_SECONDS = 3600.0  # threads are not lost; but a long run may be put aside for others, or asleep
 
@@ -69,16 +69,6 @@ def learned(
     return unless_diverged(lambda: run(record=False, timeout=PATIENCE_SECONDS)[0], worst)
 
 
-def weakest(outcomes: Sequence[Outcome]) -> Outcome:
-    """What comes of a rule that must hold of every one of several tasks, or numbers of workers.
-
-    Example:
-        >>> weakest([Outcome.HOLDS, Outcome.NOISE]).value, weakest([Outcome.NOISE, Outcome.FAILS]).value
-        ('within noise', 'does not hold')
-    """
-    return next(each for each in (Outcome.FAILS, Outcome.NOISE, Outcome.HOLDS) if each in outcomes)
-
-
 def rate_in_words(rate: float, tried: Sequence[float]) -> str:
     """A chosen rate, and whether it lies at the edge of those that were tried.
 
@@ -89,3 +79,15 @@ def rate_in_words(rate: float, tried: Sequence[float]) -> str:
     if len(tried) == 1:
         return f"{rate:g} (the only one)"
     return f"{rate:g}{' (edge)' if rate in (min(tried), max(tried)) else ''}"
+
+
+def mean_of(runs: Sequence[Learned], name: str) -> float:
+    """The mean of one figure over runs."""
+    return fmean(getattr(run, name) for run in runs)
+
+
+def in_words(runs: Sequence[Learned]) -> str:
+    """Accuracy with its range, and loss."""
+    accuracies = [run.accuracy for run in runs]
+    span = f"{min(accuracies):.4f} to {max(accuracies):.4f}"
+    return f"accuracy {fmean(accuracies):.4f} ({span}), loss {mean_of(runs, 'loss'):.4f}"

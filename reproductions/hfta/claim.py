@@ -5,21 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from reproductions.hfta.losses import Losses, largest, losses
 from reproductions.hfta.on_gpu import in_turns_on_gpu
+from reproductions.hfta.pictures import difference_picture, pace_picture
 from reproductions.hfta.training import WAYS, Pace, Paces, in_turns, ratios, speedup
 from reproductions.hfta.workloads import Workload, every
-from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_least, judged
+from reproductions.shared.claims import Attempt, Claim, Outcome, Result, at_least, judged
 from thinwire.core.statistics import spread
-
-if TYPE_CHECKING:
-    from thinwire.lab.report.picture import Picture
 
 LEAST_SPEEDUP = 2.4
 MOST_ROUNDINGS, MOST_DIFFERENCE = 10, 1e-6
@@ -64,16 +61,16 @@ QUICK = Scale(sizes=(), gpu_sizes=(), small=(8,), seconds=0.8, steps=12, rounds=
 
 def study(attempt: Attempt) -> Result:
     """Measure every network in every way, compare the losses, draw both, and judge."""
-    scale, places, threads = QUICK if attempt.quick else Scale(), count(), torch.get_num_threads()
+    scale, threads = QUICK if attempt.quick else Scale(), torch.get_num_threads()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     kinds = every(device)
     found: dict[str, Losses] = {}
     for workload in (workload for name, workload in kinds.items() if not _as_published(name)):
-        attempt.begin(f"losses of {workload.title}", next(places))
+        attempt.begin(f"losses of {workload.title}")
         found[workload.title] = losses(workload, scale.curves, scale.steps)
     rounds = {name: scale.rounds_of(name, device) for name in kinds}
     if device == "cuda":
-        attempt.begin("all networks in turns", next(places))
+        attempt.begin("all networks in turns")
         paces: dict[str, Any] = dict(
             in_turns_on_gpu({n: each for n, each in rounds.items() if each}, scale.gpu_seconds)
         )
@@ -81,7 +78,7 @@ def study(attempt: Attempt) -> Result:
         paces = {}
         for name, sizes in rounds.items():
             for size, turns in sizes.items():
-                attempt.begin(f"{kinds[name].title}, {size} models", next(places))
+                attempt.begin(f"{kinds[name].title}, {size} models")
                 paces.setdefault(name, {})[size] = in_turns(name, size, scale.seconds, threads, turns)
     own = {kinds[name].title: each for name, each in paces.items() if _as_published(name)}
     small = {kinds[name].title: each for name, each in paces.items() if not _as_published(name)}
@@ -89,8 +86,8 @@ def study(attempt: Attempt) -> Result:
     how = f"rounds at the most models: {scale.rounds}, {seconds:g} s a way, in turns, ratios within rounds"
     memory = "memory is that of tensors" if device == "cuda" else "every process keeps its memory"
     told = {"device": _name(device), "threads": threads, "pace of": f"{how}; {memory}"}
-    told |= _data(kinds, own or small) | {"pictures": attempt.drawn(lambda: _pictures(own or small, found))}
-    return judge(own, small, largest(found), told, device)
+    result = judge(own, small, largest(found), told | _data(kinds, own or small), device)
+    return attempt.illustrated(result, lambda: (pace_picture(own or small), difference_picture(found)))
 
 
 def _name(device: str) -> str:
@@ -183,58 +180,4 @@ def _ratio(found: Mapping[str, Sequence[Pace]], way: str) -> str:
     return spread(each).words(".2f") if len(each) > 1 else f"{each[0]:.2f}"
 
 
-def _pictures(paces: Paces, found: Mapping[str, Losses]) -> Sequence[Picture]:
-    from reproductions.hfta.pictures import difference_picture, loss_picture, pace_picture
-
-    return (pace_picture(paces), loss_picture(found), difference_picture(found))
-
-
-CLAIM = Claim(
-    name="hfta",
-    sentence="Models that differ in hyperparameters alone train several times faster as one array than one process "
-    "after another on the same device, and their losses are the same.",
-    paper="Wang, Yang, Zheng, Li and Pekhimenko, Horizontally Fused Training Array, MLSys 2021, arXiv:2102.02344",
-    published="2.42 to 11.50 times one after another on GPUs (V100, RTX 6000, A100); 2.98 to 15.13 on a TPU v3",
-    protocol="on a processor: the paper's networks at its own widths, resolutions and vocabulary (PointNet for shapes "
-    "and parts, DCGAN, ResNet-18, MobileNetV3-Large, a transformer), batches an eighth of its code's, 1, 2 and 4 "
-    "models; on a GPU whole batches and 1, 4 and 16 models; beside one process after another, processes at once and "
-    "vmap, ways taking turns, 3 rounds at the most models; six small networks at 16 models (quick: these only, 8 "
-    "models, 1 round); without dropout; loss curves of 3 small models beside separate runs",
-    parts={
-        "same losses": "in fp64, after every step, losses differ from those of separate runs by no more than "
-        f"{MOST_ROUNDINGS} times what separate runs that begin one rounding apart differ by, and by no more than "
-        f"{MOST_DIFFERENCE:g} of the first loss (fp32 is told beside what rounding alone does there)",
-        "speed": f"on a GPU, at the most models, every network trains at least {LEAST_SPEEDUP:g} times as many models "
-        "in a second as one process after another, at the paper's sizes and in every round (in no round: does not "
-        "hold; else within noise); a processor is not the paper's device: one model keeps it busy, where it leaves "
-        "most of a GPU idle, so here the figures are told and decide nothing",
-    },
-    costs="where one model keeps the device busy an array gains little: wide layers on a processor, and on an H200 the "
-    "PointNets; where each process has a core to itself, small models in processes at once are as fast",
-    minutes=(28, 1),
-    earlier=(
-        Earlier(
-            "in fp64, where rounding does not grow to what can be seen, losses are within 1e-09 of the first loss of "
-            "separate runs after every step; speed as now",
-            "same losses: holds (9e-10), and when run again does not hold (transformer: 3e-09)",
-            "it does grow: two separate runs of the transformer that begin one rounding apart differ by 3e-09 after 60 "
-            "steps, so which of equal implementations was measured to be fastest turned the outcome",
-        ),
-        Earlier(
-            "in fp64 losses within 1e-09 of the first loss of separate runs after every step; on a GPU, at the most "
-            f"models, every network at least {LEAST_SPEEDUP:g} times the pace of one process after another; six "
-            "networks at sizes for one processor, 1, 4 and 16 models",
-            "not run",
-            "smaller networks than the paper's gain more from being one array, and nothing could give a verdict on a "
-            "GPU",
-        ),
-        Earlier(
-            f"on this machine's processor, at the most models: every network at least {LEAST_SPEEDUP:g} times the pace "
-            "of one process at a time; and in fp64 losses within "
-            "1e-09 of the first loss of separate runs",
-            "does not hold: 2.53 times in the median of six networks, 1.49 to 3.85",
-            "the paper claims it of GPUs and TPUs; a verdict about another device says nothing of the claim",
-        ),
-    ),
-    run=study,
-)
+CLAIM = Claim.read(__file__, study, globals())

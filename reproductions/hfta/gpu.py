@@ -29,8 +29,8 @@ from reproductions.hfta.bytes import ByteCounter
 from reproductions.hfta.on_gpu import Staying, stays
 from reproductions.hfta.training import made, rates
 from reproductions.hfta.workloads import Batch, Workload, paper_workloads, workloads
-from thinwire.arrays.fusion import Adam, fuse
-from thinwire.errors import ThinwireError
+from thinwire import ThinwireError, fuse
+from thinwire.arrays.fusion import Adam
 
 Step = Callable[[Batch, Batch], Any]
 Line = dict[str, Any]

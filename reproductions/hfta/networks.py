@@ -168,28 +168,6 @@ def resnet18(width: int = 8) -> nn.Module:
     return nn.Sequential(*stem, *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * width, 10))
 
 
-class Inverted(nn.Module):
-    """Widen, convolve every channel by itself, narrow again: MobileNetV2's block."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        wide, self.keeps = 4 * inputs, stride == 1 and inputs == outputs
-        widen = [nn.Conv2d(inputs, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.ReLU6()]
-        alone = [nn.Conv2d(wide, wide, 3, stride, 1, groups=wide, bias=False), nn.BatchNorm2d(wide), nn.ReLU6()]
-        self.body = nn.Sequential(*widen, *alone, nn.Conv2d(wide, outputs, 1, bias=False), nn.BatchNorm2d(outputs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """With the input added where the shape stays."""
-        return x + self.body(x) if self.keeps else self.body(x)
-
-
-def mobilenet() -> nn.Module:
-    """Inverted residuals as in MobileNetV2, narrow and few."""
-    stem = [nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU6()]
-    blocks = [Inverted(8, 8, 1), Inverted(8, 16, 2), Inverted(16, 16, 1), Inverted(16, 32, 2), Inverted(32, 32, 1)]
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
-
-
 class Squeeze(nn.Module):
     """Channels weighted by what a small network makes of their means: Hu et al. (2018)."""
 
@@ -211,7 +189,7 @@ def _divisible(channels: float) -> int:
 
 
 class InvertedWithWeights(nn.Module):
-    """MobileNetV3's block: MobileNetV2's with other activations, and channels weighted.
+    """Widen, convolve every channel by itself, narrow again: MobileNetV2's block, and V3's with channels weighted.
 
     Args:
         inputs: channels.
@@ -220,14 +198,14 @@ class InvertedWithWeights(nn.Module):
         kernel: of the convolution of every channel by itself.
         stride: of that.
         weighted: with `Squeeze`.
-        hard: hard-swish for the activation, not ReLU.
+        act: the activation.
     """
 
     def __init__(
-        self, inputs: int, wide: int, outputs: int, kernel: int, stride: int, *, weighted: bool, hard: bool
+        self, inputs: int, wide: int, outputs: int, kernel: int, stride: int, *, weighted: bool, act: type[nn.Module]
     ) -> None:
         super().__init__()
-        self.keeps, act = stride == 1 and inputs == outputs, nn.Hardswish if hard else nn.ReLU
+        self.keeps = stride == 1 and inputs == outputs
         widen = [nn.Conv2d(inputs, wide, 1, bias=False), nn.BatchNorm2d(wide), act()] if wide != inputs else []
         alone = [nn.Conv2d(wide, wide, kernel, stride, kernel // 2, groups=wide, bias=False), nn.BatchNorm2d(wide)]
         narrow = [nn.Conv2d(wide, outputs, 1, bias=False), nn.BatchNorm2d(outputs)]
@@ -236,6 +214,14 @@ class InvertedWithWeights(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """With the input added where the shape stays."""
         return x + self.body(x) if self.keeps else self.body(x)
+
+
+def mobilenet() -> nn.Module:
+    """Inverted residuals as in MobileNetV2, narrow and few."""
+    stem = [nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU6()]
+    shapes = ((8, 8, 1), (8, 16, 2), (16, 16, 1), (16, 32, 2), (32, 32, 1))
+    blocks = [InvertedWithWeights(a, 4 * a, b, 3, stride, weighted=False, act=nn.ReLU6) for a, b, stride in shapes]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
 
 
 # Kernel, channels in between, outputs, weighted, hard-swish, stride: Howard et al. (2019), table 1.
@@ -263,8 +249,8 @@ def mobilenet_v3_large() -> nn.Module:
     stem = [nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.Hardswish()]
     blocks, inputs = list[nn.Module](), 16
     for kernel, wide, outputs, weighted, hard, stride in _LARGE:
-        block = InvertedWithWeights(inputs, wide, outputs, kernel, stride, weighted=bool(weighted), hard=bool(hard))
-        blocks.append(block)
+        act = nn.Hardswish if hard else nn.ReLU
+        blocks.append(InvertedWithWeights(inputs, wide, outputs, kernel, stride, weighted=bool(weighted), act=act))
         inputs = outputs
     last = [nn.Conv2d(inputs, 960, 1, bias=False), nn.BatchNorm2d(960), nn.Hardswish()]
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(960, 1280), nn.Hardswish(), nn.Linear(1280, 10)]

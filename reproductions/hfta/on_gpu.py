@@ -26,7 +26,7 @@ import torch
 
 from reproductions.hfta.training import STEPS, WAYS, Pace, Step, cached, loop_step, seconds_per_step, warmed_up
 from reproductions.hfta.workloads import Workload, every
-from thinwire.errors import ThinwireError
+from thinwire import ThinwireError
 from thinwire.lab.emulate import run_workers
 
 Rounds = Mapping[str, Mapping[int, int]]

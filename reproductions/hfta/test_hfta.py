@@ -23,8 +23,8 @@ from reproductions.hfta.networks import PointClassifier
 from reproductions.hfta.on_gpu import in_turns_on_gpu, stays
 from reproductions.hfta.training import WAYS, Pace, Paces, Step, forked, in_turns, made, main, measure, ratios
 from reproductions.hfta.workloads import clouds, paper_workloads, workloads
+from thinwire import ThinwireError
 from thinwire.arrays.fusion import autotune, autotune_cache
-from thinwire.errors import ThinwireError
 
 pytestmark = pytest.mark.usefixtures("fresh_autotune_cache")
 

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from reproductions.hfta.workloads import Workload, every
-from thinwire.arrays.fusion import Adam, fuse, keep_memory, measuring
-from thinwire.errors import ThinwireError
+from thinwire import ThinwireError, fuse
+from thinwire.arrays.fusion import Adam, keep_memory, measuring
 from thinwire.lab.emulate import run_workers
 
 Step = Callable[[int], list[float]]

@@ -6,11 +6,8 @@ from __future__ import annotations
 from statistics import fmean
 from typing import Any
 
-from reproductions.shared.claims import Attempt, Claim, Outcome, Result, judged
-from reproductions.shared.ended import ended
-from thinwire.lab.emulate import available
-from thinwire.lab.runs.comparison import Comparison, compare
-from thinwire.lab.runs.defaults import resolve
+from reproductions.shared.claims import Attempt, Claim, Outcome, Result, emulated, ended, judged
+from thinwire.lab.runs import Comparison
 
 _PERIOD = 8
 _LINK = "200mbit"
@@ -19,28 +16,14 @@ _WIRE_TOLERANCE = 0.03
 
 def measure(attempt: Attempt) -> Result:
     """Train both ways and compare the counted bytes."""
-    link = None if available() else _LINK
-    steps, rounds = (16, 1) if attempt.quick else (40, 3)
-    settings = resolve(
-        {
-            "task": "text",
-            "model": "0.5m",
-            "workers": 4,
-            "link": link,
-            "steps": steps,
-            "batch_size": 2,
-            "eval_every": steps,
-            "eval_limit": 16,
-        }
-    )
-    done = compare(
-        settings,
+    link, (steps, rounds) = emulated(_LINK), (16, 1) if attempt.quick else (40, 3)
+    asked = {"task": "text", "model": "0.5m", "workers": 4, "link": link, "steps": steps, "batch_size": 2}
+    done = attempt.compare(
+        "runs",
         ["AllReduce()", f"LocalSGD(period={_PERIOD})"],
-        attempt.folder / "runs",
+        {**asked, "eval_every": steps, "eval_limit": 16},
         rounds=rounds,
         title="Bytes of Local SGD against those of synchronous SGD",
-        listener=attempt.listener,
-        begin=attempt.begin,
     )
     return judge(ended(done), link)
 
@@ -69,19 +52,4 @@ def _ratios(done: Comparison, key: str) -> list[float]:
     return [synchronous[key] / local[key] for synchronous, local in zip(*done.rounds, strict=True)]
 
 
-CLAIM = Claim(
-    name="local-sgd-bytes",
-    sentence=f"Averaging parameters every {_PERIOD} steps, Local SGD communicates {_PERIOD} times less than "
-    "synchronous mini-batch SGD.",
-    paper="Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019, arXiv:1805.09767",
-    published=f"{_PERIOD} times less: one round of communication every {_PERIOD} steps, by construction (Algorithm 1)",
-    protocol="a GPT of 0.5 M parameters on text, 4 workers, 40 steps over 200 Mbit/s (quick: 16), 3 rounds (quick: 1); "
-    "nothing to tune",
-    parts={
-        "payload": f"payload ratio exactly {_PERIOD}",
-        "wire": f"wire ratio within {_WIRE_TOLERANCE:.0%} of it in every round",
-    },
-    costs="parameters of workers drift apart between averages: with the same learning rate the loss per step is higher",
-    minutes=(2, 0.5),
-    run=measure,
-)
+CLAIM = Claim.read(__file__, measure, globals())

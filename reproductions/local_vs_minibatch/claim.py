@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from itertools import count
 from math import copysign, exp, inf, log
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reproductions.local_vs_minibatch.even_odd import MACHINES, EvenOdd, even_odd
 from reproductions.local_vs_minibatch.grid import (
@@ -23,13 +22,11 @@ from reproductions.local_vs_minibatch.grid import (
     Scale,
     measured,
 )
+from reproductions.local_vs_minibatch.pictures import heterogeneity_picture, rounds_picture
 from reproductions.local_vs_minibatch.thread_runs import largest_difference
-from reproductions.shared.claims import Attempt, Claim, Earlier, Result, judged
+from reproductions.shared.claims import Attempt, Claim, Result, judged
 from thinwire.core.statistics import differences
 from thinwire.methods.strategies.wrappers.heterogeneity import recommend
-
-if TYPE_CHECKING:
-    from thinwire.lab.report.picture import Picture
 
 _TOLERANCE = 1e-9
 _SLACK = 1.05
@@ -40,16 +37,16 @@ _BY_CHANCE = 0.05  # of comparisons that are even come out two standard errors a
 
 def measure(attempt: Attempt) -> Result:
     """Run the grid, and one run of it by real strategies, judge, and draw."""
-    scale, places = QUICK if attempt.quick else Scale(), count()
-    attempt.begin("principal components and the optimum", next(places))
+    attempt.begin("principal components and the optimum")
     problem = even_odd()
-    attempt.begin(f"real strategies on {MACHINES} threads", next(places))
+    attempt.begin(f"real strategies on {MACHINES} threads")
     difference = largest_difference(problem)
-    grid = measured(problem, scale, lambda words: attempt.begin(words, next(places)))
-    return judge(problem, grid, difference, attempt.drawn(lambda: _pictures(grid)))
+    grid = measured(problem, QUICK if attempt.quick else Scale(), attempt.begin)
+    result = judge(problem, grid, difference)
+    return attempt.illustrated(result, lambda: (rounds_picture(grid), heterogeneity_picture(grid)))
 
 
-def judge(problem: EvenOdd, grid: Grid, difference: float, pictures: list[str]) -> Result:
+def judge(problem: EvenOdd, grid: Grid, difference: float) -> Result:
     """Whether the order is the published one, as far as seeds can tell methods apart."""
     cells = sorted({cell for _, cell in grid}, key=lambda cell: (-cell.share, cell.period, cell.rounds))
     most = max(cell.rounds for cell in cells)
@@ -82,7 +79,7 @@ def judge(problem: EvenOdd, grid: Grid, difference: float, pictures: list[str]) 
         value=value,
         least=min(ratios),
         most=max(ratios),
-        details={"pictures": _shown(pictures)} | _details(problem, grid, cells, difference),
+        details=_details(problem, grid, cells, difference),
     )
 
 
@@ -164,61 +161,4 @@ def _words(found: Iterable[str]) -> str:
     return "; ".join(found) or "none"
 
 
-def _shown(pictures: list[str]) -> str:
-    return " ".join(f"![{name}]({name})" for name in pictures) or "none"
-
-
-def _pictures(grid: Grid) -> Sequence[Picture]:
-    from reproductions.local_vs_minibatch.pictures import heterogeneity_picture, rounds_picture
-
-    return (rounds_picture(grid), heterogeneity_picture(grid))
-
-
-CLAIM = Claim(
-    name="local-vs-minibatch",
-    sentence="Where machines' data differ, minibatch SGD with acceleration is the best use of rounds, and Local SGD "
-    "where they differ less; separate inner and outer step sizes are not worse than either end.",
-    paper="Woodworth, Patel and Srebro, Minibatch vs Local SGD for Heterogeneous Distributed Learning, NeurIPS 2020, "
-    "arXiv:2006.04735",
-    published="in words: accelerated minibatch SGD is optimal where heterogeneity is high, and Local SGD improves over "
-    "minibatch SGD only where it is low (the paper's experiment is of this kind, its figures are not comparable)",
-    protocol="logistic regression on 25 machines with two digits each, principal components of MNIST's kind of data, "
-    "shares of own digits from none to all, periods and rounds in a grid; each method at the best power of two on "
-    "seeds apart, clearly meaning more than two standard errors of the paired difference over seeds",
-    parts={
-        "accelerated minibatch": "with own digits alone, where rounds are most, it clearly beats minibatch and Local "
-        "SGD in at least half of the cells and is beaten by neither in any",
-        "accelerated minibatch, everywhere": "it has the least mean of three in all of these cells (the first rule)",
-        "Local SGD": f"it is clearly best of three in some cell with at most {_LOW:.0%} of own digits, and in none "
-        "with own digits alone",
-        "Local SGD, in the longest runs": "where rounds are most it has the least mean in some cell with at most "
-        f"{_LOW:.0%} of own digits and in none with {_HIGH:.0%} or more (the first rule)",
-        "inner/outer": "it is clearly worse than the better of minibatch and local, and by more than "
-        f"{_SLACK - 1:.0%}, in no more cells than chance would give ({_BY_CHANCE:.0%})",
-        "inner/outer, everywhere": f"in every cell it is at most {_SLACK - 1:.0%} worse than that (the first rule)",
-        "real strategies": f"they agree within {_TOLERANCE:g}",
-    },
-    costs="acceleration needs its rates tuned; where machines see like data and rounds are few, Local SGD is the "
-    "better use of them",
-    minutes=(15, 2),
-    earlier=(
-        Earlier(
-            "with own digits alone, where rounds are most, accelerated minibatch clearly beats minibatch and Local SGD "
-            "in at least half of the cells and is beaten by neither in any; Local SGD is clearly best of three in some "
-            f"cell with at most {_LOW:.0%} of own digits, and in none with own digits alone; inner/outer is clearly "
-            f"worse than the better of minibatch and local, and by more than {_SLACK - 1:.0%}, in no more cells than "
-            f"chance would give ({_BY_CHANCE:.0%}); real strategies agree within {_TOLERANCE:g}",
-            "holds",
-            "the first rule was replaced by this one after its result; now both are judged side by side",
-        ),
-        Earlier(
-            "where rounds are most: accelerated minibatch is best of three in every cell with own digits alone, and "
-            f"Local SGD in some cell with at most {_LOW:.0%} of them and in none with {_HIGH:.0%} or more; in every "
-            f"cell inner/outer is at most {_SLACK - 1:.0%} worse than the better of minibatch and local; real "
-            f"strategies agree within {_TOLERANCE:g}",
-            "no result by it was committed",
-            "it compared means that seeds could not tell apart",
-        ),
-    ),
-    run=measure,
-)
+CLAIM = Claim.read(__file__, measure, {**globals(), "worse": _SLACK - 1})

@@ -12,15 +12,8 @@ from torch.optim import SGD, Optimizer
 
 from reproductions.local_vs_minibatch.even_odd import MACHINES, EvenOdd
 from reproductions.local_vs_minibatch.rounds import accelerated, inner_outer, minibatch, rounds_of
-from thinwire.core.comm.base import Comm
-from thinwire.core.comm.threads import run_threads
+from thinwire import AllReduce, Comm, LocalSGD, MinibatchLocalSGD, Strategy, Worker, attach, run_threads
 from thinwire.methods.optimizers.acsa import AcSA
-from thinwire.methods.strategies.base import Strategy
-from thinwire.methods.strategies.gradients.all_reduce import AllReduce
-from thinwire.methods.strategies.local.local_sgd import LocalSGD
-from thinwire.methods.strategies.local.minibatch_local_sgd import MinibatchLocalSGD
-from thinwire.worker.attach import attach
-from thinwire.worker.worker import Worker
 
 _PERIOD, _ROUNDS, _RATE, _INNER = 4, 5, 2.0, 0.3
 

@@ -5,32 +5,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import count
+from dataclasses import dataclass
 from math import inf, isfinite
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from reproductions.lsgd.landscapes import Completion, Descent, double_well, go_down
-from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_most, judged
+from reproductions.lsgd.pictures import completion_picture, leaders_picture, loss_picture, well_picture
+from reproductions.shared.claims import Attempt, Claim, Outcome, Result, at_most, emulated, judged
 from reproductions.shared.curves import Curve, curves_of
+from thinwire import EASGD, LeaderGradientDescent, LeaderSGD
 from thinwire.core.statistics import spread
-from thinwire.lab.emulate import available
-from thinwire.lab.runs.comparison import compare
-from thinwire.lab.runs.defaults import check_recipe, resolve
-from thinwire.lab.runs.folder import Fields
-from thinwire.lab.runs.launcher import Listener, launch
-from thinwire.lab.runs.rows import load
-from thinwire.lab.runs.settings import Settings
-from thinwire.methods.strategies.leader.leader import LeaderSGD
-from thinwire.methods.strategies.leader.leader_gradient import LeaderGradientDescent
-from thinwire.methods.strategies.local.elastic_averaging import EASGD
-
-if TYPE_CHECKING:
-    from thinwire.lab.report.picture import Picture
+from thinwire.lab.runs import load
 
 PERIOD = 8
 WORKERS = 4
@@ -64,7 +53,6 @@ _HILL, _WELL_STEPS = 0.25, 600
 # Of springs and leaders at matrix completion: one that holds, and one strong enough to bring all together at once.
 _PULLS = (0.01, 0.1)
 _SEARCH_SEED = 100
-Begin = Callable[[str, int], None]
 
 
 @dataclass(frozen=True)
@@ -125,71 +113,53 @@ class Landscapes:
 
 def measure(attempt: Attempt) -> Result:
     """Race over a link, then go down landscapes."""
-    scale, places = QUICK if attempt.quick else Scale(), count()
-
-    def begin(what: str, _: int = 0) -> None:
-        attempt.begin(what, next(places))
-
-    link = None if available() else _LINK
-    tried = _searched(attempt, scale, link, begin)
-    races = _raced(attempt, scale, link, tried, begin)
-    landscapes = _descended(scale, begin)
-    return judge(races, landscapes, link, attempt.drawn(lambda: _pictures(races, landscapes)))
-
-
-def _settings(scale: Scale, link: str | None, **own: float) -> Settings:
-    return resolve(
-        {
-            "task": "mnist" if os.environ.get("THINWIRE_DATA") else "digits",
-            "model": "cnn",
-            "workers": WORKERS,
-            "link": link,
-            "seconds": scale.seconds,
-            "batch_size": 16,
-            "eval_limit": 1024,
-            **own,
-        }
+    scale, link = QUICK if attempt.quick else Scale(), emulated(_LINK)
+    races = _raced(attempt, scale, link, _searched(attempt, scale, link))
+    landscapes = _descended(scale, attempt.begin)
+    return attempt.illustrated(
+        judge(races, landscapes, link),
+        lambda: (
+            loss_picture(races.rounds),
+            leaders_picture(races.led),
+            well_picture(landscapes.wells),
+            completion_picture(landscapes.completions),
+        ),
     )
 
 
-def _searched(attempt: Attempt, scale: Scale, link: str | None, begin: Begin) -> dict[str, dict[float, float]]:
+def _settings(scale: Scale, link: str | None, **own: float) -> dict[str, Any]:
+    task = "mnist" if os.environ.get("THINWIRE_DATA") else "digits"
+    asked = {"task": task, "model": "cnn", "workers": WORKERS, "link": link, "seconds": scale.seconds}
+    return {**asked, "batch_size": 16, "eval_limit": 1024, **own}
+
+
+def _searched(attempt: Attempt, scale: Scale, link: str | None) -> dict[str, dict[float, float]]:
     """By method and learning rate, the loss at the end with the seed of the search."""
     if len(scale.rates) == 1:
         # With nothing to choose, the time is better spent on runs that are judged.
         return {name: {scale.rates[0]: inf} for name in scale.methods}
     tried: dict[str, dict[float, float]] = {name: {} for name in scale.methods}
     for lr in scale.rates:
-        done = compare(
-            _settings(scale, link, lr=lr, seed=_SEARCH_SEED),
+        done = attempt.compare(
+            f"rate-{lr:g}",
             [METHODS[name] for name in scale.methods],
-            attempt.folder / f"rate-{lr:g}",
+            _settings(scale, link, lr=lr, seed=_SEARCH_SEED),
             title=f"Search: over {link or 'loopback'}, learning rate {lr:g}",
-            listener=attempt.listener,
-            begin=begin,
         )
         for name, (curve,) in zip(scale.methods, curves_of(done), strict=True):
             tried[name][lr] = _end(curve)
     return tried
 
 
-def _raced(
-    attempt: Attempt, scale: Scale, link: str | None, tried: Mapping[str, Mapping[float, float]], begin: Begin
-) -> Races:
+def _raced(attempt: Attempt, scale: Scale, link: str | None, tried: Mapping[str, Mapping[float, float]]) -> Races:
     """Run every method at its own rate, all of them in turn in each round, so that a slow minute meets all."""
-    rates = {check_recipe(METHODS[name], WORKERS): best(tried[name]) for name in scale.methods}
-
-    def start(settings: Settings, folder: Path, *, listener: Listener) -> Fields:
-        return launch(replace(settings, lr=rates[settings.strategy]), folder, listener=listener)
-
-    done = compare(
-        _settings(scale, link),
+    done = attempt.compare(
+        "judged",
         [METHODS[name] for name in scale.methods],
-        attempt.folder / "judged",
+        _settings(scale, link),
         rounds=scale.rounds,
         title=f"Leaders over {link or 'loopback'}, each method at its own learning rate",
-        listener=attempt.listener,
-        begin=begin,
-        start=start,
+        rates={METHODS[name]: best(tried[name]) for name in scale.methods},
     )
     rounds = dict(zip(scale.methods, curves_of(done), strict=True))
     led = {
@@ -250,7 +220,7 @@ def trapped(descent: Descent) -> bool:
     return first * second < 0
 
 
-def judge(races: Races, landscapes: Landscapes, link: str | None, pictures: Sequence[str]) -> Result:
+def judge(races: Races, landscapes: Landscapes, link: str | None) -> Result:
     """Whether leaders end lowest, thresholds are where theory has them, and no centre beats a leader at completion."""
     ratios = {part: races.ratios(*pair) for part, pair in _PAIRS.items()}
     parts = {
@@ -280,7 +250,6 @@ def judge(races: Races, landscapes: Landscapes, link: str | None, pictures: Sequ
             **{f"matrices on which LSGD ends lower, pull {pull:g}": _share(landscapes, pull) for pull in _PULLS},
             "where it falls short": _shortfalls(parts, ratios),
             "link": link or "none: namespaces are not available here",
-            "pictures": ", ".join(pictures) or "none: matplotlib is missing",
         },
     )
 
@@ -363,71 +332,4 @@ def _where(descent: Descent) -> str:
     return f"workers end at {places}, the shipped loss is {float(descent.shipped[-1]):.4f}"
 
 
-def _pictures(races: Races, landscapes: Landscapes) -> Sequence[Picture]:
-    from reproductions.lsgd.pictures import completion_picture, leaders_picture, loss_picture, well_picture
-
-    return (
-        loss_picture(races.rounds),
-        leaders_picture(races.led),
-        well_picture(landscapes.wells),
-        completion_picture(landscapes.completions),
-    )
-
-
-CLAIM = Claim(
-    name="lsgd",
-    sentence="Over a slow link and in equal time, leader SGD ends no higher than elastic averaging and "
-    "data-parallel SGD, at half the bytes of an average; springs hold workers between basins, and a "
-    "leader does not.",
-    paper="Teng et al., Leader Stochastic Gradient Descent, NeurIPS 2019, arXiv:1905.10395",
-    published="curves without numbers: test error against time on CIFAR-10 and ImageNet with up to 16 workers, and the "
-    "convergence of matrix completion",
-    protocol="a CNN on MNIST (digits where its files are missing), 4 workers over 20 Mbit/s, 12 seconds (quick: 3.5), "
-    "each method at the best of five learning rates with a seed that is not judged (quick: all at 0.01), then 6 rounds "
-    "(quick: 2) in which all methods take turns with the round's seed, evaluated as the library does by default; two "
-    "workers on a double well; completion of 8 matrices (quick: 2) with each of two pulls",
-    parts={
-        **{
-            part: f"{'' if method == LEADER else 'with a leader for each of two nodes and one for all, '}held-out loss "
-            "after the same time no higher than its in every round"
-            for part, (method, _) in _PAIRS.items()
-        },
-        "double well": "EASGD is held with a spring of 0.6 learning rates, its centre on the hill, and not with one of "
-        "0.7, LGD's follower with a pull of 0.24 and not with one of 0.26, and its leader never",
-        **{
-            f"matrix completion, pull {pull:g}": "on every matrix LSGD ends lower than EASGD's centre with that pull"
-            for pull in _PULLS
-        },
-    },
-    costs="workers must report their losses; where one basin is enough, an average of all workers uses more of their "
-    "work",
-    minutes=(28, 3),
-    earlier=(
-        Earlier(
-            "mean held-out loss after the same time no higher than all-reduce's, periodic averaging's and EASGD's, "
-            "each at the best of four learning rates; with two nodes no higher than EASGD's; double well and matrix "
-            "completion as now",
-            "not run",
-            "means of 3 noisy runs, at rates chosen on the runs that are judged; arms at different rates did not take "
-            "turns, and some rates lay at the lower edge",
-        ),
-        Earlier(
-            "mean held-out loss of LSGD, whose mean is evaluated, at the end no higher than EASGD's and all-reduce's, "
-            "each at the best of the same learning rates; in a double well EASGD is held with a spring of 0.6 learning "
-            "rates, its centre on the hill, and not with one of 0.7, LGD's follower with a pull of 0.24 and not with "
-            "one of 0.26, and its leader never; on every matrix LSGD ends lower than EASGD's centre with a pull of "
-            f"{_PULLS[0]:g}",
-            "holds: 0.1026, EASGD 0.1248, AllReduce 0.4212; but its leader, the default then, 0.1678, and at pull 0.1 "
-            "EASGD completes matrices better",
-            "it judged another result than the library's default, and one of the two pulls that were run",
-        ),
-        Earlier(
-            "mean held-out loss of LSGD at the end no higher than EASGD's and periodic averaging's, each at the best "
-            "of the same learning rates; the rest as above",
-            "does not hold: periodic averaging ended lower",
-            "it was loosened after this result: periodic averaging was taken out of the rule",
-        ),
-    ),
-    full_only=("than periodic averaging", "than EASGD", "two nodes, than EASGD"),
-    run=measure,
-)
+CLAIM = Claim.read(__file__, measure, globals())

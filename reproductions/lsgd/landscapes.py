@@ -9,11 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from thinwire.core.comm.base import Comm
-from thinwire.core.comm.threads import run_threads
-from thinwire.methods.strategies.base import Strategy
-from thinwire.worker.attach import attach
-from thinwire.worker.worker import Worker
+from thinwire import Comm, Strategy, Worker, attach, run_threads
 
 EVERY = 10
 Loss = Callable[[Tensor], Tensor]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,13 +27,10 @@ from reproductions.lsgd.claim import (
 from reproductions.lsgd.landscapes import EVERY, Completion, Descent, double_well, go_down
 from reproductions.shared.claims import Attempt
 from reproductions.shared.curves import Curve
-from thinwire.lab.runs.comparison import compare
+from thinwire import EASGD, LeaderGradientDescent, LeaderSGD
+from thinwire.lab.runs import Settings
 from thinwire.lab.runs.defaults import check_recipe
 from thinwire.lab.runs.folder import Fields
-from thinwire.lab.runs.settings import Settings
-from thinwire.methods.strategies.leader.leader import LeaderSGD
-from thinwire.methods.strategies.leader.leader_gradient import LeaderGradientDescent
-from thinwire.methods.strategies.local.elastic_averaging import EASGD
 
 
 def curve(loss: float) -> Curve:
@@ -73,7 +69,7 @@ LED = {"LSGD": [3, 1, 2, 2]}
 
 
 def test_all_that_is_claimed_holds() -> None:
-    result = judge(races(), landscapes(), "20mbit", [])
+    result = judge(races(), landscapes(), "20mbit")
     assert result.holds
     assert list(result.parts) == list(CLAIM.parts)
     assert (result.value, result.most) == pytest.approx((0.5, 0.5))
@@ -86,7 +82,7 @@ def test_all_that_is_claimed_holds() -> None:
 
 
 def test_rounds_that_differ_are_within_noise_whatever_their_means() -> None:
-    result = judge(races(AllReduce=(5.0, 0.14), EASGD=(0.05, 0.1)), landscapes(), "20mbit", [])
+    result = judge(races(AllReduce=(5.0, 0.14), EASGD=(0.05, 0.1)), landscapes(), "20mbit")
     outcomes = {part: str(outcome) for part, outcome in result.parts.items()}
     assert outcomes["than AllReduce"] == outcomes["two nodes, than AllReduce"] == "within noise"
     assert outcomes["than EASGD"] == outcomes["two nodes, than EASGD"] == "does not hold"
@@ -96,8 +92,8 @@ def test_rounds_that_differ_are_within_noise_whatever_their_means() -> None:
 
 def test_a_run_that_diverges_is_higher_than_any() -> None:
     diverged = {"LSGD": (float("nan"), 0.1)}
-    assert not judge(races(**diverged), landscapes(), None, []).holds
-    assert judge(races(AllReduce=(float("nan"), 0.3)), landscapes(), None, []).parts["than AllReduce"] == "holds"
+    assert not judge(races(**diverged), landscapes(), None).holds
+    assert judge(races(AllReduce=(float("nan"), 0.3)), landscapes(), None).parts["than AllReduce"] == "holds"
 
 
 @pytest.mark.parametrize(
@@ -106,7 +102,7 @@ def test_a_run_that_diverges_is_higher_than_any() -> None:
     ids=["the centre is not on the hill", "a follower that stays", "a matrix"],
 )
 def test_one_figure_that_differs_is_enough_to_lose(land: Landscapes) -> None:
-    assert not judge(races(), land, None, []).holds
+    assert not judge(races(), land, None).holds
 
 
 def test_rates_are_chosen_with_a_seed_apart_and_methods_take_turns_at_theirs(
@@ -125,21 +121,20 @@ def test_rates_are_chosen_with_a_seed_apart_and_methods_take_turns_at_theirs(
 
     pytest.importorskip("sklearn")
     monkeypatch.delenv("THINWIRE_DATA", raising=False)
-    monkeypatch.setattr("reproductions.lsgd.claim.launch", launched)
-    monkeypatch.setattr("reproductions.lsgd.claim.compare", partial(compare, start=launched))
+    monkeypatch.setattr("reproductions.shared.claims.launch", launched)
     scale = Scale(rates=(0.01, 0.02), methods=("AllReduce", "LSGD"), rounds=2)
-    attempt = Attempt(tmp_path, quick=False, listener=lambda event: None, begin=lambda what, place: None)
-    tried = _searched(attempt, scale, None, attempt.begin)
+    attempt = Attempt(tmp_path, quick=False, listener=lambda event: None, on_begin=lambda what, place: None)
+    tried = _searched(attempt, scale, None)
     assert {name: best(each) for name, each in tried.items()} == {"AllReduce": 0.01, "LSGD": 0.02}
     searching = {seed for _, _, seed in ran}
     ran.clear()
-    found = _raced(attempt, scale, None, tried, attempt.begin)
+    found = _raced(attempt, scale, None, tried)
     names = [check_recipe(METHODS[name], WORKERS) for name in scale.methods]
     assert ran == [(names[0], 0.01, 0), (names[1], 0.02, 0), (names[0], 0.01, 1), (names[1], 0.02, 1)]
     assert not searching & {0, 1}
     assert found.led == {"LSGD": [0, 0, 0, 0]}
     ran.clear()
-    assert best(_searched(attempt, Scale(rates=(0.01,)), None, attempt.begin)["EASGD"]) == 0.01
+    assert best(_searched(attempt, Scale(rates=(0.01,)), None)["EASGD"]) == 0.01
     assert not ran
 
 
@@ -183,9 +178,3 @@ def test_everything_is_drawn(tmp_path: Path) -> None:
     ]
     names = [picture.png(tmp_path).name for picture in drawn]
     assert names == ["loss.png", "leaders.png", "double-well.png", "completion.png"]
-
-
-def test_the_claim_names_its_paper_and_has_four_workers() -> None:
-    assert CLAIM.name == "lsgd"
-    assert "arXiv:1905.10395" in CLAIM.paper
-    assert WORKERS == 4

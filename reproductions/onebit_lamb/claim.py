@@ -3,30 +3,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from math import isfinite
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from reproductions.onebit_lamb.pictures import loss_picture, pace_picture
 from reproductions.onebit_lamb.stages import Stages, stages_of, step_seconds, volume_by_formula
-from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_least, at_most, judged
+from reproductions.shared.claims import Attempt, Claim, Outcome, Result, at_least, at_most, judged
 from reproductions.shared.curves import Curve, curves_of
 from thinwire.core.statistics import ratios
 from thinwire.lab.emulate import available
-from thinwire.lab.runs.comparison import Comparison, compare
-from thinwire.lab.runs.defaults import resolve
-
-if TYPE_CHECKING:
-    from thinwire.lab.report.picture import Picture
+from thinwire.lab.runs import Comparison, resolve
 
 LAMB, OURS, FORGETFUL = "LAMB", "1-bit LAMB", "1-bit LAMB without error feedback"
 ALONE, DDP, POWER = "no communication", "DDP", "DDP with PowerSGD"
 _SHARE = 1 / 6
 _LOSS, _VOLUME, _PACE, _GAIN = 1.01, 31.0, 1.3, 1.4
 _SLOW, _FAST = "100mbit", "1gbit"
-Begin = Callable[[str, int], None]
 
 
 @dataclass(frozen=True)
@@ -72,25 +67,25 @@ def warm_up(steps: int) -> int:
 
 def measure(attempt: Attempt) -> Result:
     """Compare losses where nothing hinders messages, then pace over slow links."""
-    scale, places = QUICK if attempt.quick else Scale(), count()
+    scale = QUICK if attempt.quick else Scale()
+    learned = _learned(attempt, scale)
+    timed = {link: _timed(attempt, scale, link) for link in scale.links} if available() is None else {}
+    curves, seconds = _curves(learned), {link: _seconds(done, scale) for link, done in timed.items()}
+    return attempt.illustrated(
+        judge(learned, timed, scale),
+        lambda: [loss_picture(curves, warm_up(scale.steps)), *([pace_picture(seconds)] if seconds else [])],
+    )
 
-    def begin(what: str, _: int) -> None:
-        attempt.begin(what, next(places))
 
-    learned = _learned(attempt, scale, begin)
-    timed = {link: _timed(attempt, scale, link, begin) for link in scale.links} if available() is None else {}
-    return judge(learned, timed, scale, attempt)
-
-
-def _learned(attempt: Attempt, scale: Scale, begin: Begin) -> Comparison:
+def _learned(attempt: Attempt, scale: Scale) -> Comparison:
     warm, every = warm_up(scale.steps), max(1, scale.steps // scale.evaluations)
     # The last is a control, and may diverge.
     ours = [f"CompressedMomentum(warmup_steps={warm}{more})" for more in ("", ", feedback=False")]
     asked = {"model": "0.5m", "steps": scale.steps, "batch_size": 8, "eval_every": every}
-    return _compared(attempt, begin, "learning", ["AllReduce()", *ours], asked, scale.rounds)
+    return _compared(attempt, "learning", ["AllReduce()", *ours], asked, scale.rounds)
 
 
-def _timed(attempt: Attempt, scale: Scale, link: str, begin: Begin) -> Comparison:
+def _timed(attempt: Attempt, scale: Scale, link: str) -> Comparison:
     warm = warm_up(scale.timed_steps)
     texts = {
         ALONE: "Local()",
@@ -101,28 +96,23 @@ def _timed(attempt: Attempt, scale: Scale, link: str, begin: Begin) -> Compariso
     recipes = [texts[name] for name in scale.timed]
     asked = {"model": scale.timed_model, "steps": scale.timed_steps, "batch_size": scale.batch_size, "link": link}
     more = {"eval_every": scale.timed_steps, "eval_limit": 16}
-    return _compared(attempt, begin, f"pace-{link}", recipes, {**asked, **more}, scale.timed_rounds)
+    return _compared(attempt, f"pace-{link}", recipes, {**asked, **more}, scale.timed_rounds)
 
 
-def _compared(
-    attempt: Attempt, begin: Begin, name: str, recipes: Sequence[str], asked: Mapping[str, Any], rounds: int
-) -> Comparison:
+def _compared(attempt: Attempt, name: str, recipes: Sequence[str], asked: Mapping[str, Any], rounds: int) -> Comparison:
     settings = resolve({"task": "text", "workers": 4, **asked})
     decayed: dict[str, Any] = {"schedule": "cosine", "warmup_steps": asked["steps"] // 12}
-    return compare(
-        replace(settings, optimizer="onebit-lamb", lr=0.02, weight_decay=0.01, **decayed),
-        recipes,
-        attempt.folder / name,
-        rounds=rounds,
-        title=f"1-bit LAMB: {name}",
-        listener=attempt.listener,
-        begin=begin,
-    )
+    lamb = replace(settings, optimizer="onebit-lamb", lr=0.02, weight_decay=0.01, **decayed)
+    return attempt.compare(name, recipes, lamb, rounds=rounds, title=f"1-bit LAMB: {name}")
 
 
-def judge(learned: Comparison, timed: Mapping[str, Comparison], scale: Scale, attempt: Attempt) -> Result:
+def _curves(learned: Comparison) -> dict[str, list[Curve]]:
+    return dict(zip((LAMB, OURS, FORGETFUL), curves_of(learned), strict=True))
+
+
+def judge(learned: Comparison, timed: Mapping[str, Comparison], scale: Scale) -> Result:
     """Whether the losses are alike, the bytes as few as promised, and steps as short."""
-    curves: dict[str, list[Curve]] = dict(zip((LAMB, OURS, FORGETFUL), curves_of(learned), strict=True))
+    curves = _curves(learned)
     losses = ratios(*([curve.last_loss for curve in curves[name]] for name in (OURS, LAMB)))
     stages = stages_of(learned, 1, warm_up(scale.steps))
     coded, whole = (min(getattr(each, name) for each in stages) for name in ("coded_volume", "volume"))
@@ -166,8 +156,6 @@ def judge(learned: Comparison, timed: Mapping[str, Comparison], scale: Scale, at
             "pace of": f"a model of {scale.timed_model} parameters, {scale.timed_rounds} rounds of {scale.timed_steps} "
             f"steps, methods taking turns, ratios within rounds, {scale.batch_size} passages a step and worker",
             "links": ", ".join(seconds) or "none: namespaces are not available here",
-            "pictures": ", ".join(attempt.drawn(lambda: _pictures(curves, middle, scale)))
-            or "none: matplotlib is missing",
         },
     )
 
@@ -208,46 +196,4 @@ def _losses(curves: Mapping[str, Sequence[Curve]], name: str) -> str:
     return ", ".join(filter(None, (mean, f"{lost} of {len(curves[name])} diverged" if lost else "")))
 
 
-def _pictures(
-    curves: Mapping[str, Sequence[Curve]],
-    seconds: Mapping[str, Mapping[str, float]],
-    scale: Scale,
-) -> Sequence[Picture]:
-    from reproductions.onebit_lamb.pictures import loss_picture, pace_picture
-
-    return [loss_picture(curves, warm_up(scale.steps)), *([pace_picture(seconds)] if seconds else [])]
-
-
-CLAIM = Claim(
-    name="onebit-lamb",
-    sentence="From the same samples 1-bit LAMB learns as much as LAMB, with a fraction of its bytes, and over a "
-    "slow network in a fraction of its time.",
-    paper="Li et al., 1-bit LAMB, HiPC 2022, arXiv:2104.06069",
-    published="BERT-Large, up to 256 GPUs: up to 4.6 times less volume with the warm-up counted, up to 2.8 times "
-    "faster than LAMB, the same convergence per sample",
-    protocol="a GPT on text, 4 workers: losses with 0.5 M parameters over 600 steps (quick: 120), 3 seeds (quick: 1), "
-    "a sixth of the steps as warm-up; times with 6 M parameters in 3 rounds in turns beside no communication, DDP and "
-    "PowerSGD; learning rate and schedule are LAMB's, the same for all",
-    parts={
-        "loss": f"held-out loss at most {_LOSS:g} times LAMB's, the mean of all seeds",
-        "payload": f"at least {_VOLUME:g} times less than fp32's once the variance is frozen",
-        "slow link": f"over {_SLOW} a step of 6 M parameters then takes at most {_PACE:g} times one without "
-        "communication, in every round",
-        "fast link": f"over {_FAST} DDP's takes at least {_GAIN:g} times as long, in every round (the full form)",
-    },
-    costs="without a slow link it is slower than DDP: encoding takes longer than sending (0.83 to 0.94 of its speed on "
-    "one machine)",
-    minutes=(36, 3),
-    earlier=(
-        Earlier(
-            f"held-out loss at most {_LOSS:g} times LAMB's; payload at least {_VOLUME:g} times less than fp32's once "
-            f"the variance is frozen; a step of 6 M parameters over {_SLOW} then takes at most {_PACE:g} times one "
-            f"without communication, and over {_FAST} DDP's takes at least {_GAIN:g} times as long (where namespaces "
-            "are available)",
-            "holds: 1.25 times one without communication over 100mbit, 1.54 times less than DDP's over 1gbit",
-            "medians of three rounds could turn it",
-        ),
-    ),
-    full_only=("slow link",),
-    run=measure,
-)
+CLAIM = Claim.read(__file__, measure, globals())

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from thinwire.lab.runs.comparison import Comparison
-from thinwire.lab.runs.rows import load
+from thinwire.lab.runs import Comparison, load
 
 
 @dataclass(frozen=True)

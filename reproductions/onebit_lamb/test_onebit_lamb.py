@@ -24,11 +24,10 @@ from reproductions.onebit_lamb.claim import (
     warm_up,
 )
 from reproductions.onebit_lamb.stages import stages_of, step_seconds, volume_by_formula
-from reproductions.shared.claims import Attempt, claim
+from reproductions.shared.claims import claim
 from tests.engine import net
-from thinwire.lab.runs.comparison import Comparison
+from thinwire.lab.runs import Comparison, Settings
 from thinwire.lab.runs.optimizer import make_optimizer
-from thinwire.lab.runs.settings import Settings
 from thinwire.methods.optimizers.lamb import Lamb
 from thinwire.methods.optimizers.one_bit_adam import OneBitAdam
 from thinwire.methods.optimizers.one_bit_lamb import OneBitLamb
@@ -94,7 +93,7 @@ def test_steps_are_compared_within_rounds_and_every_round_counts(
     scale = replace(Scale(), steps=12, timed_steps=12)
     learned = recorded(tmp_path / "learning", 12, 2, ((1,), (1,), (1,)))
     timed = {link: recorded(tmp_path / link, 12, 2, each) for link, each in (("100mbit", slow), ("1gbit", fast))}
-    found = judge(learned, timed, scale, Attempt(tmp_path, False, lambda _: None, lambda what, place: None))
+    found = judge(learned, timed, scale)
     assert (found.parts["slow link"], found.parts["fast link"]) == outcomes
     if found.holds:
         assert "over 100mbit a step takes 1.20 times one without communication" in found.measured
@@ -106,35 +105,34 @@ def test_the_quick_form_tells_its_pace_without_ddp_s(tmp_path: Path) -> None:
     scale = replace(QUICK, steps=12, timed_steps=12)
     learned = recorded(tmp_path / "learning", 12, 2, ((1,), (1,), (1,)))
     timed = {"100mbit": recorded(tmp_path / "100mbit", 12, 2, (PACES[0], PACES[-1]))}
-    found = judge(learned, timed, scale, Attempt(tmp_path, True, lambda _: None, lambda what, place: None))
+    found = judge(learned, timed, scale)
     assert (found.parts["slow link"], found.parts["fast link"]) == ("holds", "cannot be decided here")
     assert "DDP" not in found.measured + str(found.details)
 
 
 def test_a_loss_that_is_too_high_or_bytes_that_are_too_many_do_not_hold(tmp_path: Path) -> None:
-    attempt = Attempt(tmp_path, False, lambda _: None, lambda what, place: None)
     learned = recorded(tmp_path / "learning", 12, 2, ((1,), (1,), (1,)))
-    found = judge(learned, {}, replace(Scale(), steps=12), attempt)
+    found = judge(learned, {}, replace(Scale(), steps=12))
     assert found.verdict.startswith("holds in part: loss, payload; slow link: cannot be decided here")
     lines = (tmp_path / "learning" / "run1.0" / "metrics.jsonl").read_text()
     (tmp_path / "learning" / "run1.0" / "metrics.jsonl").write_text(
         lines.replace('"eval_loss": 2.0', '"eval_loss": 2.1')
     )
-    assert judge(learned, {}, replace(Scale(), steps=12), attempt).parts["loss"] == "does not hold"
+    assert judge(learned, {}, replace(Scale(), steps=12)).parts["loss"] == "does not hold"
     (tmp_path / "learning" / "run1.0" / "metrics.jsonl").write_text(
         lines.replace('"payload_bytes": 230', '"payload_bytes": 250')
     )
-    assert judge(learned, {}, replace(Scale(), steps=12), attempt).parts["payload"] == "does not hold"
+    assert judge(learned, {}, replace(Scale(), steps=12)).parts["payload"] == "does not hold"
 
 
 def test_runs_that_diverge_are_told_and_such_a_seed_of_1_bit_lamb_does_not_hold(tmp_path: Path) -> None:
-    attempt, scale = Attempt(tmp_path, False, lambda _: None, lambda what, place: None), replace(Scale(), steps=12)
+    scale = replace(Scale(), steps=12)
     learned = recorded(tmp_path / "learning", 12, 2, ((1, 1), (1, 1), (1, 1)))
     ended = learned.rounds[0][0]
     lost = {**ended, "steps": 9, "seconds": 9.0, "diverged": "step 9: the gradient is NaN"}
-    found = judge(replace(learned, rounds=(*learned.rounds[:2], (lost, lost))), {}, scale, attempt)
+    found = judge(replace(learned, rounds=(*learned.rounds[:2], (lost, lost))), {}, scale)
     assert (found.parts["loss"], found.details[f"held-out loss, {FORGETFUL}"]) == ("holds", "2 of 2 diverged")
-    found = judge(replace(learned, rounds=(learned.rounds[0], (ended, lost), (ended, ended))), {}, scale, attempt)
+    found = judge(replace(learned, rounds=(learned.rounds[0], (ended, lost), (ended, ended))), {}, scale)
     assert (found.parts["loss"], found.details[f"held-out loss, {OURS}"]) == (
         "does not hold",
         "2.0000, 1 of 2 diverged",

@@ -22,7 +22,7 @@ from reproductions.optimus.costs import (
 )
 from reproductions.optimus.transformer_layers import SCHEMES, Scheme
 from reproductions.optimus.worker import Counts, Race
-from thinwire.errors import ThinwireError
+from thinwire import ThinwireError
 from thinwire.lab.emulate import Network, Workers, parse_links
 
 ELEMENT_BYTES = 4

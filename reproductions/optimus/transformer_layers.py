@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
+from thinwire import parallelize_2d
 from thinwire.lab.tasks.models.base import Network, build
 from thinwire.tensor2d.mesh import Mesh2D
-from thinwire.tensor2d.parallelize import parallelize_2d
 from thinwire.tensor2d.plan import Untouched
 
 Scheme = Literal["1d", "1d+sequence", "2d"]

@@ -5,23 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from statistics import fmean, median
-from typing import TYPE_CHECKING
 
-from reproductions.shared.claims import Attempt, Claim, Earlier, Result, at_least, at_most, judged
-from reproductions.shared.ended import ended
+from reproductions.overlap.pictures import loss_picture, waiting_picture
+from reproductions.shared.claims import Attempt, Claim, Result, at_least, at_most, emulated, ended, judged
 from reproductions.shared.threads import Schedule, train_on_threads
+from thinwire import parse
 from thinwire.core.statistics import ratios, spread
-from thinwire.lab.emulate import available
-from thinwire.lab.runs.comparison import Comparison, compare
-from thinwire.lab.runs.defaults import resolve
+from thinwire.lab.runs import Comparison
 from thinwire.lab.runs.folder import Fields
 from thinwire.lab.tasks import Task, load
-from thinwire.methods.strategies.recipe import parse
-
-if TYPE_CHECKING:
-    from thinwire.lab.report.picture import Picture
 
 PERIOD = 8
 _LINK = "100mbit"
@@ -61,44 +54,26 @@ QUICK = Scale(rates=(0.05, 0.1), seeds=(0, 1, 2), timed_steps=4 * PERIOD - 1, ro
 
 def measure(attempt: Attempt) -> Result:
     """Time what is exposed over a slow link, with and without stalls; then train on like and on unlike data."""
-    scale, places = QUICK if attempt.quick else Scale(), count()
-
-    def begin(what: str, _: int = 0) -> None:
-        attempt.begin(what, next(places))
-
-    link = None if available() else _LINK
+    scale, link = QUICK if attempt.quick else Scale(), emulated(_LINK)
     timed = {
-        name: _timed(attempt, scale, link, stall, begin)
+        name: _timed(attempt, scale, link, stall)
         for name, stall in (("even workers", None), ("stalling workers", _STALL))
     }
-    ends = _trained(scale, lambda what: begin(what))
-    return judge(timed, ends, link, attempt.drawn(lambda: _pictures(timed, ends)))
-
-
-def _timed(
-    attempt: Attempt, scale: Scale, link: str | None, stall: str | None, begin: Callable[[str, int], None]
-) -> Comparison:
-    settings = resolve(
-        {
-            "task": "text",
-            "model": "0.5m",
-            "workers": _WORKERS,
-            "link": link,
-            "stall": stall,
-            "steps": scale.timed_steps,
-            "batch_size": 6,
-            "eval_every": scale.timed_steps,
-            "eval_limit": 16,
-        }
+    ends = _trained(scale, attempt.begin)
+    losses = {key: {lr: [loss for loss, _ in pairs] for lr, pairs in trials.items()} for key, trials in ends.items()}
+    return attempt.illustrated(
+        judge(timed, ends, link), lambda: (waiting_picture(_shares(timed)), loss_picture(losses))
     )
-    done = compare(
-        settings,
-        [METHODS[name] for name in list(METHODS)[:3]],
-        attempt.folder / ("stalled" if stall else "even"),
+
+
+def _timed(attempt: Attempt, scale: Scale, link: str | None, stall: str | None) -> Comparison:
+    asked = {"task": "text", "model": "0.5m", "workers": _WORKERS, "link": link, "stall": stall, "batch_size": 6}
+    done = attempt.compare(
+        "stalled" if stall else "even",
+        list(METHODS.values())[:3],
+        {**asked, "steps": scale.timed_steps, "eval_every": scale.timed_steps, "eval_limit": 16},
         rounds=scale.rounds,
         title=f"Waiting over {link or 'loopback'}{', with stalls of ' + stall if stall else ''}",
-        listener=attempt.listener,
-        begin=begin,
     )
     return ended(done)
 
@@ -132,13 +107,17 @@ def waiting(summaries: Sequence[Fields]) -> list[float]:
     return [summary["exposed_seconds_per_step"] / summary["seconds_per_step"] for summary in summaries]
 
 
-def judge(timed: Mapping[str, Comparison], ends: Ends, link: str | None, pictures: Sequence[str]) -> Result:
-    """Whether little is exposed, little is lost, and unlike data do less harm than to CoCoD-SGD."""
-    shares = {
+def _shares(timed: Mapping[str, Comparison]) -> dict[tuple[str, str], list[float]]:
+    return {
         (when, name): waiting(summaries)
         for when, done in timed.items()
         for name, summaries in zip(METHODS, done.rounds, strict=False)
     }
+
+
+def judge(timed: Mapping[str, Comparison], ends: Ends, link: str | None) -> Result:
+    """Whether little is exposed, little is lost, and unlike data do less harm than to CoCoD-SGD."""
+    shares = _shares(timed)
     ours = shares["even workers", "Overlap Local-SGD"]
     theirs = shares["even workers", "Local SGD"]
     chosen = {key: trials[best(trials)] for key, trials in ends.items()}
@@ -170,7 +149,6 @@ def judge(timed: Mapping[str, Comparison], ends: Ends, link: str | None, picture
             **{f"held-out loss, {name}, {words}": _spread(ends[words, name]) for words, name in ends},
             "with stalls, time per step over Local SGD's, by round": ", ".join(f"{ratio:.3f}" for ratio in sooner),
             "link": link or "none: namespaces are not available here",
-            "pictures": ", ".join(pictures) or "none: matplotlib is missing",
         },
     )
 
@@ -190,46 +168,4 @@ def _spread(trials: Mapping[float, Sequence[tuple[float, float]]]) -> str:
     return f"{spread(losses).words('.4f', of='mean')}, learning rate {lr:g}"
 
 
-def _pictures(timed: Mapping[str, Comparison], ends: Ends) -> Sequence[Picture]:
-    from reproductions.overlap.pictures import loss_picture, waiting_picture
-
-    shares = {
-        when: {name: waiting(each) for name, each in zip(METHODS, done.rounds, strict=False)}
-        for when, done in timed.items()
-    }
-    losses = {key: {lr: [loss for loss, _ in pairs] for lr, pairs in trials.items()} for key, trials in ends.items()}
-    return (waiting_picture(shares), loss_picture(losses))
-
-
-CLAIM = Claim(
-    name="overlap",
-    sentence="Overlap Local-SGD hides its averages behind the next round, converges like synchronous SGD, and "
-    "tolerates data that differ between workers better than CoCoD-SGD.",
-    paper="Wang et al., Overlap Local-SGD, ICASSP 2020, arXiv:2002.09539",
-    published="quoted at second hand: CIFAR-10, ResNet-18, 16 workers: time spent on communication from 34.6 % of that "
-    "on computation to 1.5 %; on unlike data it converges where CoCoD-SGD does not",
-    protocol=f"waiting: a GPT of 0.5 M parameters on text, 4 workers over {_LINK}, where a transfer fits into a round "
-    f"of {PERIOD} steps, without and with stalls ({_STALL} a step and worker), 3 rounds in turns; learning: digits, 4 "
-    "workers, data dealt out evenly and by a Dirichlet distribution (0.1), each method at the best of the same "
-    "learning rates, 8 seeds (quick: 3)",
-    parts={
-        "hidden": f"in every round workers wait at most {_WAITING:.0%} of the time",
-        "exposed without": f"and with Local SGD more than {_WAITING:.0%} of it",
-        "stragglers": "with stalls a step takes no longer than one of Local SGD in any round",
-        "like data": f"accuracy at most {100 * _POINTS:g} point below synchronous SGD's",
-        "unlike data": "lower held-out loss than CoCoD-SGD's",
-    },
-    costs="on unlike data Local SGD of the same period ends lower: the means are a round old",
-    minutes=(20, 3),
-    earlier=(
-        Earlier(
-            f"over the link, where a transfer fits into a round, workers wait at most {_WAITING:.0%} of the time, more "
-            f"with Local SGD; accuracy on like data at most {100 * _POINTS:g} point below synchronous SGD's; lower "
-            "loss than CoCoD-SGD's on unlike data; each method at the best of the same learning rates",
-            "holds: waiting 29.2% of the time with Local SGD, 0.0% with Overlap Local-SGD; a later quick run waited "
-            "2.9%",
-            "medians of few rounds could turn it; rounds with stalls were run and not judged",
-        ),
-    ),
-    run=measure,
-)
+CLAIM = Claim.read(__file__, measure, {**globals(), "points": 100 * _POINTS})

@@ -5,27 +5,18 @@ not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
-from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from reproductions.sgp.pictures import loss_picture, pace_picture
 from reproductions.sgp.trials import UNLIKE, UNLIKE_WORKERS, Unlike, race_loss, unlike
-from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_most
+from reproductions.shared.claims import Attempt, Claim, Outcome, Result, at_most, emulated, weakest
 from reproductions.shared.curves import Choice, Curve, curves_of
 from thinwire.core.statistics import spread
-from thinwire.lab.emulate import available
-from thinwire.lab.runs.comparison import compare
-from thinwire.lab.runs.defaults import check_recipe, resolve
-from thinwire.lab.runs.folder import Fields
-from thinwire.lab.runs.launcher import Listener, launch
-from thinwire.lab.runs.settings import Settings
+from thinwire.lab.runs import Settings, resolve
 from thinwire.registry import recipe_classes
-
-if TYPE_CHECKING:
-    from thinwire.lab.report.picture import Picture
 
 LINK = "100mbit"
 SLOWED = "1:3x"
@@ -100,94 +91,59 @@ QUICK = Scale(
 
 def measure(attempt: Attempt) -> Result:
     """Choose rates, race every method under both conditions, train on unlike data, judge, and draw."""
-    scale, places = QUICK if attempt.quick else Scale(), count()
-
-    def begin(words: str, _: int = 0) -> None:
-        attempt.begin(words, next(places))
-
-    link = None if available() else LINK
-    settings = resolve(
-        {
-            "task": "text",
-            # Seed 0 is the one with which the race was tried out.
-            "seed": 1,
-            "model": "0.5m",
-            "split": SPLIT,
-            "workers": WORKERS,
-            "link": link,
-            "steps": scale.steps,
-            "batch_size": 2,
-            "eval_every": scale.evaluate_every,
-            "eval_limit": scale.eval_limit,
-        }
-    )
+    scale, link = QUICK if attempt.quick else Scale(), emulated(LINK)
+    # Seed 0 is the one with which the race was tried out.
+    asked = {"task": "text", "seed": 1, "model": "0.5m", "split": SPLIT, "workers": WORKERS, "link": link}
+    evaluations = {"eval_every": scale.evaluate_every, "eval_limit": scale.eval_limit}
+    settings = resolve({**asked, **evaluations, "steps": scale.steps, "batch_size": 2})
     recipes = {
         name: recipe
         for name, recipe in RECIPES.items()
         if recipe.partition("(")[0] in recipe_classes() and (name not in _TOLD or name in scale.told)
     }
-    choices = _chosen(settings, scale, recipes, begin)
-    curves = _raced(attempt, settings, scale.rounds, recipes, choices, begin)
+    choices = _chosen(settings, scale, recipes, attempt)
+    curves = _raced(attempt, settings, scale.rounds, recipes, choices)
     trials: dict[str, Unlike] = {}
     for name in scale.unlike:
-        begin(f"{RECIPES[name]}, unlike data: {UNLIKE}")
+        attempt.begin(f"{RECIPES[name]}, unlike data: {UNLIKE}")
         trials[name] = unlike(RECIPES[name], scale.unlike_rates, scale.unlike_trial_seeds, scale.unlike_seeds)
-    return judge(curves, choices, trials, link, attempt.drawn(lambda: _pictures(curves)))
+    result = judge(curves, choices, trials, link)
+    return attempt.illustrated(result, lambda: (loss_picture(curves), pace_picture(curves)))
 
 
-def _chosen(
-    settings: Settings, scale: Scale, recipes: Mapping[str, str], begin: Callable[[str, int], None]
-) -> dict[str, Choice]:
+def _chosen(settings: Settings, scale: Scale, recipes: Mapping[str, str], attempt: Attempt) -> dict[str, Choice]:
     """The learning rate of every method for the race."""
     found: dict[str, Choice] = {}
     for name, recipe in recipes.items():
-        begin(f"{recipe}, learning rates", 0)
+        attempt.begin(f"{recipe}, learning rates")
         short = replace(settings, steps=scale.trial_steps, seed=scale.trial_seed)
         found[name] = Choice({rate: race_loss(replace(short, lr=rate), recipe) for rate in scale.rates})
     return found
 
 
 def _raced(
-    attempt: Attempt,
-    settings: Settings,
-    rounds: int,
-    recipes: Mapping[str, str],
-    choices: Mapping[str, Choice],
-    begin: Callable[[str, int], None],
+    attempt: Attempt, settings: Settings, rounds: int, recipes: Mapping[str, str], choices: Mapping[str, Choice]
 ) -> Curves:
     """The curves of every method at its own rate; those that are only told have one round."""
-    rates = {check_recipe(recipe, WORKERS): choices[name].rate for name, recipe in recipes.items()}
-
-    def start(settings: Settings, folder: Path, *, listener: Listener) -> Fields:
-        return launch(replace(settings, lr=rates[settings.strategy]), folder, listener=listener)
-
     curves = Curves()
     for condition, slow in CONDITIONS.items():
         for told in (False, True):
             names = [name for name in recipes if (name in _TOLD) is told]
             if not names:
                 continue
-            done = compare(
-                replace(settings, slow=slow),
+            done = attempt.compare(
+                f"runs/{'slowed' if slow else 'alike'}{'-told' if told else ''}",
                 [recipes[name] for name in names],
-                attempt.folder / "runs" / f"{'slowed' if slow else 'alike'}{'-told' if told else ''}",
+                replace(settings, slow=slow),
                 rounds=1 if told else rounds,
                 title=f"Stochastic gradient push and other methods, {condition}",
-                listener=attempt.listener,
-                begin=lambda recipe, place, condition=condition: begin(f"{recipe}, {condition}", place),
-                start=start,
+                rates={recipes[name]: choices[name].rate for name in names},
             )
             curves |= {(condition, name): each for name, each in zip(names, curves_of(done), strict=True)}
     return curves
 
 
-def judge(
-    curves: Curves,
-    choices: Mapping[str, Choice],
-    trials: Mapping[str, Unlike],
-    link: str | None,
-    pictures: Sequence[str],
-) -> Result:
+def judge(curves: Curves, choices: Mapping[str, Choice], trials: Mapping[str, Unlike], link: str | None) -> Result:
     """Whether both forms of SGP keep up per step and get ahead per second, whatever the workers' paces."""
     verdicts = [(condition, name) for condition in CONDITIONS for name in (SGP, OVERLAP)]
     times = {key: _time_ratios(curves, *key) for key in verdicts}
@@ -220,7 +176,6 @@ def judge(
             **_unlike_rows(trials),
             "better than Overlap SGP after the same steps": _better(curves) or "none",
             "link": link or "the machine's own (no namespaces here)",
-            "pictures": " ".join(f"![{name}]({name})" for name in pictures) or "none: matplotlib is missing",
         },
     )
 
@@ -250,7 +205,7 @@ def _per_step(curves: Curves, name: str) -> Outcome:
     for condition in CONDITIONS:
         pairs = zip(_losses_over(curves, condition, name), _losses_over(curves, condition, SILENT), strict=True)
         found.append(at_most([over - min(NOISE, silent / 2) for over, silent in pairs], 0.0))
-    return _under_all(found)
+    return weakest(found)
 
 
 def _per_second(curves: Curves, name: str) -> Outcome:
@@ -259,13 +214,7 @@ def _per_second(curves: Curves, name: str) -> Outcome:
         return Outcome.UNDECIDED
     # Ahead is more than level: a difference of nothing does not count.
     leads = [_leads(curves, condition, name) for condition in CONDITIONS]
-    return _under_all([at_most([0.0 if lead > 0 else 1.0 for lead in each], 0.0) for each in leads])
-
-
-def _under_all(found: Sequence[Outcome]) -> Outcome:
-    """It fails where it fails under one condition; where rounds of one condition differ, it is noise."""
-    order = (Outcome.FAILS, Outcome.NOISE, Outcome.HOLDS)
-    return min(found, key=order.index)
+    return weakest([at_most([0.0 if lead > 0 else 1.0 for lead in each], 0.0) for each in leads])
 
 
 def _behind(trials: Mapping[str, Unlike], name: str) -> list[float]:
@@ -339,80 +288,6 @@ def _better(curves: Curves) -> str:
     return ", ".join(found)
 
 
-def _pictures(curves: Curves) -> Sequence[Picture]:
-    from reproductions.sgp.pictures import loss_picture, pace_picture
-
-    return (loss_picture(curves), pace_picture(curves))
-
-
-CLAIM = Claim(
-    name="sgp",
-    sentence="Stochastic gradient push learns as much per step as synchronous SGD and more per second over a thin "
-    "link, also with a straggler, and still more when it is overlapped with computation.",
-    paper="Assran et al., Stochastic Gradient Push for Distributed Deep Learning, ICML 2019, arXiv:1811.10792",
-    published="ImageNet, ResNet-50, 32 nodes, 10 Gbit/s: about 1.6 hours against over 5 with AllReduce, accuracy "
-    "within 1.2 points",
-    protocol=f"a GPT of 0.5 M parameters on text, each package of it on one of {WORKERS} workers over {LINK}, all "
-    "alike and with one 3x slower, 256 steps (quick: 20), 3 seeds (quick: 1), an evaluation every 8 steps (quick: 2), "
-    "every method at the best of three learning rates (quick: two) by the held-out loss of a short run with another "
-    "seed, beside workers that send nothing and average once at the end, and with one seed D-PSGD and AD-PSGD (quick: "
-    f"without); digits on {UNLIKE_WORKERS} workers whose data are dealt out by a Dirichlet distribution (0.1), each "
-    "method at the best of four learning rates (quick: two) by held-out loss with two other seeds (quick: one), 8 "
-    "seeds (quick: 2), beside workers that send nothing, and D-PSGD (quick: without)",
-    parts={
-        **{
-            f"{name}: per step": "with all workers alike and with one 3x slower, held-out loss after the same steps at "
-            f"most {NOISE:.0%} above AllReduce's with the same seed, and at most half as far above it as that of "
-            "workers without messages (every seed: holds; none under one condition: does not hold; else within noise), "
-            f"in a race in which those end more than {NOISE:.0%} above it with every seed (otherwise it cannot be "
-            "decided)"
-            for name in (SGP, OVERLAP)
-        },
-        **{
-            f"{name}: per second": "in every round of both conditions lower than AllReduce's lowest loss up to its "
-            "first evaluation at or after the second at which it was done (no round of one condition: does not hold; "
-            "else within noise), in a race in which workers without messages end more than "
-            f"{NOISE:.0%} above AllReduce after the same steps with every seed (otherwise it cannot be decided)"
-            for name in (SGP, OVERLAP)
-        },
-        **{
-            f"{name}: unlike data": f"accuracy at most {100 * POINTS:g} points below AllReduce's, the mean of the "
-            "differences with the same seed, with its standard error added (with it taken away above that: does not "
-            "hold; else within noise), on data on which workers without messages end "
-            f"{100 * CLEARLY:g} points below it or more with every seed (otherwise it cannot be decided)"
-            for name in (SGP, OVERLAP)
-        },
-    },
-    costs="per step it learns a little less than AllReduce, so on a fast link it does not pay",
-    minutes=(43, 3),
-    earlier=(
-        Earlier(
-            "as now, with 160 steps",
-            "holds in part: SGP: unlike data; SGP: per step: cannot be decided here; Overlap SGP: per step: cannot be "
-            "decided here; SGP: per second: cannot be decided here; Overlap SGP: per second: cannot be decided here; "
-            "Overlap SGP: unlike data: within noise",
-            "after 160 steps workers without messages were 1.7 to 2.8% above AllReduce, so that with one seed of three "
-            "they were within what is allowed; both forms of SGP were below AllReduce",
-        ),
-        Earlier(
-            "SGP and Overlap SGP, per step: with all workers alike and with one 3x slower, mean held-out loss after "
-            "the same steps at most 3%, or the spread of AllReduce's rounds, above AllReduce's; per second: in "
-            "every round of both conditions lower than AllReduce's at the second at which it was done; unlike data: "
-            f"accuracy at most {100 * POINTS:g} points below AllReduce's, on data on which workers without messages "
-            f"end {100 * CLEARLY:g} points below it or more",
-            "not run",
-            "the first part's limit was near what workers without messages lose (2.4 % after 100 steps of a first "
-            "trial, 3.9 % after 200), and nothing compared them; a straight line between five evaluations overstated "
-            "AllReduce's loss in the second; in the third, one seed's accuracy on 359 images chose learning rates, and "
-            "a mean without its error was judged",
-        ),
-        Earlier(
-            "with all workers alike and with one 3x slower, for SGP and for Overlap SGP: mean held-out loss after the "
-            "same steps at most 3%, or the spread of AllReduce's rounds, above AllReduce's; and in every "
-            "round lower than AllReduce's at the second at which they were done",
-            "holds: 0.72x AllReduce's time, with Overlap SGP 0.62x",
-            "on that task workers that send nothing lose 3 % of the loss only, so that being level says little",
-        ),
-    ),
-    run=measure,
+CLAIM = Claim.read(
+    __file__, measure, {**globals(), "points": 100 * POINTS, "clearly": 100 * CLEARLY, "workers": UNLIKE_WORKERS}
 )

@@ -13,8 +13,7 @@ from reproductions.sgp.pictures import loss_picture, pace_picture
 from reproductions.sgp.trials import Unlike, race_loss, unlike
 from reproductions.shared.claims import Result
 from reproductions.shared.curves import Choice, Curve, curves_of
-from thinwire.lab.runs.comparison import Comparison
-from thinwire.lab.runs.defaults import resolve
+from thinwire.lab.runs import Comparison, resolve
 
 
 def curve(last_loss: float, seconds: float) -> Curve:
@@ -55,7 +54,7 @@ def verdict(found: Curves, **changed: list[float]) -> Result:
     """As judged, with other accuracies of some methods."""
     names = {"sgp": SGP, "silent": SILENT}
     trials = {**ACCURACIES, **{names[key]: Unlike(CHOICE, each) for key, each in changed.items()}}
-    return judge(found, {SGP: CHOICE}, trials, "100mbit", ["loss.png"])
+    return judge(found, {SGP: CHOICE}, trials, "100mbit")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +113,6 @@ def test_a_loss_beside_the_yardstick_is_told_even_where_the_verdict_is_the_other
     details = verdict(curves(2.07, 12.0)).details
     assert details[f"{SILENT}, all workers alike"].startswith("+0.100 to +0.100 of AllReduce's loss")
     assert REFERENCE in details["better than Overlap SGP after the same steps"]
-    assert details["pictures"] == "![loss.png](loss.png)"
     assert details["all workers alike: AllReduce"] == (
         "500 ms a step, of which 250 ms waiting; 2.00 MB sent; held-out loss 2.0050 (2.0000 to 2.0100)"
     )

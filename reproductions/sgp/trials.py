@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from reproductions.shared.curves import Choice
 from reproductions.shared.threads import Data, Schedule, train_on_threads, trained
+from thinwire import parse
+from thinwire.lab.runs import Settings
 from thinwire.lab.runs.optimizer import make_optimizer
-from thinwire.lab.runs.settings import Settings
 from thinwire.lab.tasks import Evaluation, load
-from thinwire.methods.strategies.recipe import parse
 
 UNLIKE, UNLIKE_WORKERS = "dirichlet(0.1)", 8
 _STEPS, _BATCH_SIZE = 120, 16

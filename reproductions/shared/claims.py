@@ -4,18 +4,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
 from enum import StrEnum
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from thinwire import ConfigError, NonFiniteError
 from thinwire._version import __version__
 from thinwire.core.statistics import spread
 from thinwire.core.storage.files import write_atomically
-from thinwire.errors import ConfigError
+from thinwire.lab.emulate import available
+from thinwire.lab.runs import Comparison, Settings, compare, launch, resolve
+from thinwire.lab.runs.defaults import check_recipe
+from thinwire.lab.runs.folder import Fields
 from thinwire.lab.runs.launcher import Listener
 
 if TYPE_CHECKING:
@@ -60,6 +66,16 @@ def at_most(rounds: Sequence[float], limit: float) -> Outcome:
 def at_least(rounds: Sequence[float], limit: float) -> Outcome:
     """As `at_most`, for figures that must not be below the limit."""
     return at_most([-figure for figure in rounds], -limit)
+
+
+def weakest(outcomes: Sequence[Outcome]) -> Outcome:
+    """What comes of a rule that must hold of every one of several tasks, or numbers of workers.
+
+    Example:
+        >>> weakest([Outcome.HOLDS, Outcome.NOISE]).value, weakest([Outcome.NOISE, Outcome.FAILS]).value
+        ('within noise', 'does not hold')
+    """
+    return next(each for each in (Outcome.FAILS, Outcome.NOISE, Outcome.HOLDS) if each in outcomes)
 
 
 @dataclass(frozen=True)
@@ -131,22 +147,74 @@ class Attempt:
         folder: a new one for its runs.
         quick: fewer steps and rounds.
         listener: called with the progress of each run.
-        begin: called before each run starts: its strategy and its place.
+        on_begin: called before each run starts: its strategy and its place.
     """
 
     folder: Path
     quick: bool
     listener: Listener
-    begin: Begin
+    on_begin: Begin
+    _places: Iterator[int] = field(default_factory=count, init=False, repr=False)
 
-    def drawn(self, pictures: Callable[[], Iterable[Picture]]) -> list[str]:
-        """Draw pictures into the folder; the names, none where matplotlib is not installed."""
+    def begin(self, words: str, _: int = 0) -> None:
+        """Report that the next run starts."""
+        self.on_begin(words, next(self._places))
+
+    def compare(
+        self,
+        name: str,
+        recipes: Iterable[str],
+        asked: Mapping[str, Any] | Settings,
+        *,
+        rounds: int = 1,
+        title: str = "",
+        rates: Mapping[str, float] | None = None,
+    ) -> Comparison:
+        """Run recipes in turns as processes.
+
+        Args:
+            name: of the folder.
+            recipes: in the order of their turns.
+            asked: the settings of all runs.
+            rounds: how often each is run.
+            title: of the report.
+            rates: by recipe, its own learning rate.
+        """
+        settings = asked if isinstance(asked, Settings) else resolve(dict(asked))
+        own = {check_recipe(recipe, settings.workers): lr for recipe, lr in (rates or {}).items()}
+
+        def start(settings: Settings, folder: Path, *, listener: Listener) -> Fields:
+            return launch(replace(settings, lr=own.get(settings.strategy, settings.lr)), folder, listener=listener)
+
+        progress: dict[str, Any] = {"listener": self.listener, "begin": self.begin, "start": start}
+        return compare(settings, list(recipes), self.folder / name, rounds=rounds, title=title, **progress)
+
+    def illustrated(self, result: Result, pictures: Callable[[], Iterable[Picture]]) -> Result:
+        """Add pictures to a result, drawn into the folder; none where matplotlib is not installed."""
         try:
-            return [picture.png(self.folder).name for picture in pictures()]
+            names = [picture.png(self.folder).name for picture in pictures()]
         except ModuleNotFoundError as missing:
             if (missing.name or "").partition(".")[0] != "matplotlib":
                 raise
-            return []
+            names = []
+        words = " ".join(f"![{name}]({name})" for name in names) or "none: matplotlib is missing"
+        return replace(result, details={**result.details, "pictures": words})
+
+
+def emulated(link: str) -> str | None:
+    """The link where this machine can emulate it, else None: workers then use the machine's own network."""
+    return None if available() else link
+
+
+def ended(done: Comparison) -> Comparison:
+    """The comparison, all of whose runs reached their end: bytes and seconds of others say nothing.
+
+    Raises:
+        NonFiniteError: one of them diverged; with what ended it.
+    """
+    for strategy, number, words in done.diverged:
+        raise NonFiniteError(f"{strategy}, round {number}: {words}")
+    return done
 
 
 @dataclass(frozen=True)
@@ -167,6 +235,8 @@ class Earlier:
 @dataclass(frozen=True)
 class Claim:
     """One claim of one paper; a module that is listed here holds it under the name `CLAIM`.
+
+    Its words are in `claim.toml` beside the module, where `{NAME}` stands for a constant of that module.
 
     Args:
         name: as it is called on the command line.
@@ -193,6 +263,27 @@ class Claim:
     run: Callable[[Attempt], Result]
     earlier: tuple[Earlier, ...] = ()
     full_only: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, module: str, run: Callable[[Attempt], Result], constants: Mapping[str, Any]) -> Claim:
+        """Read the words of a claim.
+
+        Args:
+            module: its file.
+            run: measures it.
+            constants: of the module, by name.
+        """
+
+        def filled(found: Any) -> Any:
+            if isinstance(found, str):
+                return found.format_map(constants)
+            if isinstance(found, list):
+                return tuple(filled(each) for each in found)
+            return {key: filled(each) for key, each in found.items()} if isinstance(found, dict) else found
+
+        words = filled(tomllib.loads(Path(module).with_name("claim.toml").read_text(encoding="utf-8")))
+        earlier = tuple(Earlier(**each) for each in words.pop("earlier", ()))
+        return cls(**words, run=run, earlier=earlier)
 
     def decided_by_quick(self, parts: Mapping[str, str]) -> dict[str, Outcome]:
         """The outcomes of parts in the quick form: of those that only the full form decides, that it cannot."""
@@ -264,7 +355,7 @@ def last_verdict(which: Claim, result: dict[str, Any] | None) -> str:
 
 
 def _page(which: Claim, result: Result, *, quick: bool, when: str) -> str:
-    rows = "".join(f"| {key} | {value} |\n" for key, value in result.details.items())
+    rows = "".join(f"| {key} | {words} |\n" for key, words in _flat(result.details))
     parts = "".join(f"| {name} | {which.parts[name]} | {outcome} |\n" for name, outcome in result.parts.items())
     before = "".join(f"| {each.rule} | {each.verdict} | {each.why} |\n" for each in which.earlier)
     history = f"## Earlier rules\n\n| rule | verdict | why it was changed |\n| --- | --- | --- |\n{before}\n"
@@ -276,3 +367,18 @@ def _page(which: Claim, result: Result, *, quick: bool, when: str) -> str:
         f"**Verdict: {result.verdict}.**\n\n| part | it holds when | outcome |\n| --- | --- | --- |\n{parts}\n"
         f"{history if before else ''}## Details\n\n| | |\n| --- | --- |\n{rows}"
     )
+
+
+def _flat(found: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+    """A row for each detail, of nested ones too, in words."""
+    for key, value in found.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{key}, ")
+        elif isinstance(value, list | tuple):
+            yield f"{before}{key}", ", ".join(map(_in_words, value))
+        else:
+            yield f"{before}{key}", _in_words(value)
+
+
+def _in_words(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,14 @@ class Records:
             lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
             self._read[path] = changed, {line["name"]: line for line in lines}
         return self._read[path][1]
+
+
+def filled(template: Path, parts: Mapping[str, str]) -> str:
+    """Return a page: its template, whose `<!-- NAME -->` are replaced by parts."""
+    text = template.read_text(encoding="utf-8")
+    for name, words in parts.items():
+        text = text.replace(f"<!-- {name} -->", words)
+    return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
 
 
 def write_pages(pages: Mapping[Path, Callable[[], str]], *, check: bool = False) -> int:

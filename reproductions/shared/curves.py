@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from math import inf, isfinite, isnan, nan
 from pathlib import Path
 
-from thinwire.lab.runs import load
-from thinwire.lab.runs.comparison import Comparison
+from thinwire.lab.runs import Comparison, load
 from thinwire.lab.runs.folder import Fields
 
 
@@ -33,6 +32,16 @@ class Curve:
     seconds_per_step: float
     exposed_seconds_per_step: float
     bytes_per_step: float
+
+    @property
+    def by_second(self) -> dict[float, float]:
+        """Its losses by time."""
+        return dict(zip(self.seconds, self.losses, strict=True))
+
+    @property
+    def by_step(self) -> dict[int, float]:
+        """Its losses by step."""
+        return dict(zip(self.steps, self.losses, strict=True))
 
     @property
     def last_loss(self) -> float:

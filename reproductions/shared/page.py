@@ -12,37 +12,24 @@ from pathlib import Path
 from typing import Any
 
 from reproductions.shared.claims import MODULES, Claim, claim, is_present, last_result, last_verdict
-from reproductions.shared.committed import write_pages
+from reproductions.shared.committed import filled, write_pages
 from reproductions.shared.quick import told
 
-PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
-RULES = Path(__file__).parents[1] / "claims.md"
-_HEAD = """# The papers' claims
-
-Each method of thinwire comes from a paper that claims something. A protocol, which is committed before its runs, says
-what is run and when each part of the claim holds. Within noise means that some rounds or seeds meet the rule and others
-do not.
-
-`python -m reproductions NAME` repeats a claim in a checkout; `--quick` runs a smaller form in about three minutes.
-`reproductions/claims.md` has the protocols, the rules with their earlier forms, and where each method does not pay.
-[Speed at scale](scale.md) predicts the papers' own clusters.
-"""
-_RULES_HEAD = """# Protocols of the papers' claims
-
-`docs/claims.md` has the verdicts in short. Rules about time are judged round by round, by ratios of runs that take
-turns. Parts whose noise the quick form cannot tell from their limits are measured and left open there; the full form
-decides them.
-"""
+_HERE = Path(__file__).parent
+PAGE = _HERE.parents[1] / "docs" / "claims.md"
+RULES = _HERE.parent / "claims.md"
 
 
 def page() -> str:
     """Return the page of the docs: the figure, and the outcome of each part."""
-    return _HEAD + "".join(_verdicts(which, last_result(which.name)) for which in map(claim, MODULES))
+    verdicts = "".join(_verdicts(which, last_result(which.name)) for which in map(claim, MODULES))
+    return filled(_HERE / "page.md", {"verdicts": verdicts})
 
 
 def rules() -> str:
     """Return the page with protocols, rules, earlier rules, and where each method does not pay."""
-    return _RULES_HEAD + "".join(_section(which, last_result(which.name)) for which in map(claim, MODULES))
+    protocols = "".join(_section(which, last_result(which.name)) for which in map(claim, MODULES))
+    return filled(_HERE / "rules.md", {"protocols": protocols})
 
 
 def _outcomes(which: Claim, result: dict[str, Any] | None) -> dict[str, str]:

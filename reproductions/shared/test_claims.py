@@ -19,6 +19,7 @@ from reproductions.shared.claims import (
     at_least,
     at_most,
     claim,
+    ended,
     last_result,
     last_verdict,
     verdict_of,
@@ -26,14 +27,12 @@ from reproductions.shared.claims import (
 )
 from reproductions.shared.command import reproduce
 from reproductions.shared.curves import Choice
-from reproductions.shared.ended import ended
 from reproductions.shared.page import PAGE, RULES, page, rules
 from reproductions.shared.quick import run_again, runs_of, told
 from reproductions.shared.threads import Schedule, train_on_threads
 from reproductions.slowmo.steps import Figures, Plan, Trial, run
-from thinwire import AllReduce, LocalSGD
-from thinwire.errors import ConfigError, NonFiniteError
-from thinwire.lab.runs.comparison import Comparison
+from thinwire import AllReduce, ConfigError, LocalSGD, NonFiniteError
+from thinwire.lab.runs import Comparison
 from thinwire.lab.tasks import load
 
 RESULT = Result({"payload": Outcome.HOLDS, "wire": Outcome.NOISE}, "8 times less", 8.0, 7.9, 8.1, {"a": 1})

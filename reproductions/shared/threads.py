@@ -12,13 +12,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from thinwire.core.comm.base import Comm
-from thinwire.core.comm.threads import run_threads
-from thinwire.errors import NonFiniteError
+from thinwire import Comm, NonFiniteError, Strategy, Worker, attach, run_threads
 from thinwire.lab.tasks import Batch, Evaluation, Task
-from thinwire.methods.strategies.base import Strategy
-from thinwire.worker.attach import attach
-from thinwire.worker.worker import Worker
 
 Found = TypeVar("Found")
 

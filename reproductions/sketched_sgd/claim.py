@@ -6,19 +6,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from reproductions.dqsgd.thread_runs import Learned, learned, rate_in_words, weakest
-from reproductions.shared.claims import Attempt, Claim, Earlier, Result, at_most, judged, with_error
+from reproductions.dqsgd.pictures import accuracy_picture
+from reproductions.dqsgd.thread_runs import Learned, in_words, learned, rate_in_words
+from reproductions.shared.claims import Attempt, Claim, Result, at_most, judged, weakest, with_error
 from reproductions.shared.threads import Schedule
-from reproductions.sketched_sgd.processes import RunOutput, learned_by_processes
+from reproductions.sketched_sgd.processes import learned_by_processes
+from thinwire import AllReduce, FetchSGD, SketchedSGD, Strategy
 from thinwire.lab.tasks import Task, load
-from thinwire.methods.strategies.base import Strategy
-from thinwire.methods.strategies.gradients.all_reduce import AllReduce
-from thinwire.methods.strategies.gradients.fetch import FetchSGD
-from thinwire.methods.strategies.gradients.sketched import SketchedSGD
 
 if TYPE_CHECKING:
     from thinwire.lab.report.picture import Picture
@@ -132,7 +129,7 @@ Begin = Callable[[str], None]
 
 def measure(attempt: Attempt) -> Result:
     """Learn with every method on few and on many workers, count bytes on a crowd, judge, and draw."""
-    plans, places = scales(attempt.quick, bool(os.environ.get("THINWIRE_DATA"))), count()
+    plans = scales(attempt.quick, bool(os.environ.get("THINWIRE_DATA")))
     found: dict[str, Found] = {}
     crowds: dict[str, dict[str, Learned]] = {}
     chosen: dict[str, str] = {}
@@ -140,7 +137,7 @@ def measure(attempt: Attempt) -> Result:
         task = load(plan.task)
 
         def begin(what: str, named: str = plan.task) -> None:
-            attempt.begin(f"{named}, {what}", next(places))
+            attempt.begin(f"{named}, {what}")
 
         rates = {name: _best_rate(task, method, plan, name, begin) for name, method in _all(plan).items()}
         chosen[f"{plan.task}: rates chosen, by the loss of a seed that is not judged, on {plan.workers[0]} workers"] = (
@@ -152,18 +149,19 @@ def measure(attempt: Attempt) -> Result:
         crowds[plan.task] = {
             name: _run(task, method, 0.01, briefly, plan.crowd, 0) for name, method in on_many(plan).items()
         }
-    result = judge(plans, found, crowds, attempt.drawn(lambda: _pictures(found)))
-    return replace(result, details={**result.details, **chosen})
+    result = judge(plans, found, crowds)
+    return attempt.illustrated(replace(result, details={**result.details, **chosen}), lambda: _pictures(found))
 
 
 def _by_processes(task: Task, plan: Scale, rates: Mapping[str, float], attempt: Attempt, begin: Begin) -> Found:
     """All methods on the fewest workers, each a process with a link of its own, and ours by threads once more."""
     few, found = plan.workers[0], dict[tuple[int, str], Sequence[Learned]]()
     for name, method in _all(plan).items():
-        home = attempt.folder / f"{plan.task}-{name.replace(', ', '-').replace(' ', '-')}"
-        output = RunOutput(home, attempt.listener, lambda recipe: begin(f"{few} processes: {recipe}"))
+        home = f"{plan.task}-{name.replace(', ', '-').replace(' ', '-')}"
         schedule = _schedule(plan, few, rates[name], method)
-        found[few, name] = learned_by_processes(task, method.strategy, schedule, output, workers=few, seeds=plan.seeds)
+        found[few, name] = learned_by_processes(
+            attempt, home, task, method.strategy, schedule, workers=few, seeds=plan.seeds
+        )
     begin(f"{few} threads: {SKETCHED}")
     ours = methods(plan)[SKETCHED]
     found[few, AS_THREADS] = [_run(task, ours, rates[SKETCHED], plan, few, seed) for seed in range(plan.seeds)]
@@ -198,9 +196,7 @@ def _best_rate(task: Task, method: Method, plan: Scale, name: str, begin: Begin)
     return min(method.rates, key=lambda rate: _run(task, method, rate, plan, few, 1000).loss)
 
 
-def judge(
-    plans: Sequence[Scale], found: Mapping[str, Found], crowds: Mapping[str, Mapping[str, Learned]], pictures: list[str]
-) -> Result:
+def judge(plans: Sequence[Scale], found: Mapping[str, Found], crowds: Mapping[str, Mapping[str, Learned]]) -> Result:
     """Whether nothing is lost with a fraction of the bytes, as few of them on many workers as on few."""
     lost, less, asked, growth = list[list[float]](), list[float](), list[float](), list[float]()
     paired: dict[str, str] = {}
@@ -245,7 +241,6 @@ def judge(
             "recipes": "; ".join(
                 f"{name}: {each.strategy!r}, rates {each.rates}" for name, each in _all(plans[-1]).items()
             ),
-            "pictures": " ".join(f"![{name}]({name})" for name in pictures) or "none: matplotlib is missing",
         },
     )
 
@@ -274,20 +269,13 @@ def _rows(found: Mapping[str, Found]) -> dict[str, Any]:
 def _row(runs: Sequence[Learned], dense: Sequence[Learned]) -> str:
     wire = runs[0].wire_bytes
     return (
-        f"accuracy {_mean(runs, 'accuracy'):.4f} ({min(run.accuracy for run in runs):.4f} to "
-        f"{max(run.accuracy for run in runs):.4f}), loss {_mean(runs, 'loss'):.4f}, {_per_step(runs[0]):,.0f} bytes a "
-        f"worker and step, {_per_step(dense[0]) / _per_step(runs[0]):.1f} times less than dense"
+        f"{in_words(runs)}, {_per_step(runs[0]):,.0f} bytes a worker and step, "
+        f"{_per_step(dense[0]) / _per_step(runs[0]):.1f} times less than dense"
         + (f"; {wire / runs[0].steps:,.0f} on the wire" if wire else "")
     )
 
 
-def _mean(runs: Sequence[Learned], name: str) -> float:
-    return fmean(getattr(run, name) for run in runs)
-
-
 def _pictures(found: Mapping[str, Found]) -> Sequence[Picture]:
-    from reproductions.dqsgd.pictures import accuracy_picture
-
     return [
         accuracy_picture(f"{task}-{size}-workers", {name: each for (many, name), each in runs.items() if many == size})
         for task, runs in found.items()
@@ -295,47 +283,4 @@ def _pictures(found: Mapping[str, Found]) -> Sequence[Picture]:
     ]
 
 
-CLAIM = Claim(
-    name="sketched-sgd",
-    sentence="Workers that sum sketches of gradients update a few coordinates at a time and learn as much as with "
-    "dense SGD, for a fraction of its bytes that does not grow with the number of workers.",
-    paper="Ivkin et al., Communication-efficient Distributed SGD with Sketching, NeurIPS 2019, arXiv:1903.04488",
-    published="up to 40 times less communication without loss, on up to 256 workers",
-    protocol="MNIST (scikit-learn's digits where its files are missing), a network, 400 steps of 256 examples (quick: "
-    "300 of 64), dense SGD with momentum, local top-k and sketches, each at the best of the same number of learning "
-    "rates, chosen on 4 workers with a seed that is not judged; 4 processes, and 64 and 256 threads (quick: 16), 3 "
-    f"seeds of each (quick: 1), judged in pairs of the same seed; local top-k learns on {_MOST_GATHERING} workers at "
-    "most, on 256 its bytes are counted",
-    parts={
-        "accuracy": f"on every number of workers and in every seed at most {_LOSS:.1%} less accurate than dense SGD at "
-        "its best learning rate with the same seed; where, on some number of workers, some seeds are and others not, "
-        "it is within noise",
-        "payload": f"at least {_MNIST.least:g} times less payload on MNIST ({_DIGITS.least:g} times on scikit-learn's "
-        "digits, whose model is small)",
-        "many workers": f"at most {_FLAT:g} times the bytes on the largest number of workers as on the second",
-    },
-    costs="small models: a sketch's table and its candidates are no smaller than the gradient; on fast links the time "
-    "to sketch exceeds the time that is saved",
-    minutes=(100, 2),
-    earlier=(
-        Earlier(
-            f"accuracy: on any number of workers at most {_LOSS:.1%} less accurate than dense SGD at its best learning "
-            f"rate; payload: at least {_MNIST.least:g} times less payload on MNIST ({_DIGITS.least:g} times on "
-            f"scikit-learn's digits, whose model is small); many workers: at most {_FLAT:g} times the bytes on the "
-            "largest number of workers as on the second",
-            "not run",
-            "the code ran one seed on 64 and 256 workers where the protocol said three, and means were compared "
-            "without their noise",
-        ),
-        Earlier(
-            f"on any number of workers at most {_LOSS:.1%} less accurate than dense SGD at its best learning rate, "
-            f"with at least {_MNIST.least:g} times less payload on MNIST ({_DIGITS.least:g} times on scikit-learn's "
-            f"digits, whose model is small), and at most {_FLAT:g} times the bytes on the largest number of workers as "
-            "on the second",
-            "holds: 31.16 times less payload, -0.0047 accuracy at the worst (one seed on 64 and 256 workers), 1.012 "
-            "times the bytes",
-            "one rule became three parts",
-        ),
-    ),
-    run=measure,
-)
+CLAIM = Claim.read(__file__, measure, globals())

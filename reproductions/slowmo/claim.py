@@ -5,20 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from statistics import fmean, median
-from typing import TYPE_CHECKING
 
-from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_most
-from reproductions.shared.ended import ended
-from reproductions.slowmo.steps import Figures, Kept, Plan, Progress, Run, Runs, Trial, best, tuned
+from reproductions.shared.claims import Attempt, Claim, Outcome, Result, at_most, ended
+from reproductions.shared.committed import Records
+from reproductions.slowmo.pictures import loss_picture, tuning_picture
+from reproductions.slowmo.steps import Figures, Plan, Progress, Run, Runs, Trial, best, kept, tuned
 from thinwire.core.statistics import ratios, spread
-from thinwire.lab.runs.comparison import Comparison, compare
-from thinwire.lab.runs.defaults import resolve
+from thinwire.lab.runs import Comparison
 from thinwire.lab.tasks import load
-
-if TYPE_CHECKING:
-    from thinwire.lab.report.picture import Picture
 
 PERIOD, GOSSIP_PERIOD = 12, 24
 SLOWER = 1.05
@@ -79,21 +74,21 @@ QUICK = Scale(
 
 def measure(attempt: Attempt) -> Result:
     """Tune every method alike, train each at its best with other seeds, and time it on processes."""
-    scale, places = QUICK if attempt.quick else Scale(), count()
+    scale = QUICK if attempt.quick else Scale()
 
     def told(trial: Trial, seed: int) -> None:
-        attempt.begin(f"{trial.recipe}, learning rate {trial.lr:g}, seed {seed}", next(places))
+        attempt.begin(f"{trial.recipe}, learning rate {trial.lr:g}, seed {seed}")
 
     task = load(scale.task)
-    kept = Kept(attempt.folder / "runs" / "trials.jsonl")
+    run = kept(Records(attempt.folder / "runs"))
     plans = [Plan(task, scale.workers, scale.steps, _BATCH_SIZE, split=split) for split in scale.splits]
-    unlike, even = [study(plan, scale, told, kept) for plan in plans]
-    paced = _paced(attempt, scale)
-    result = judge(
-        unlike.chosen, unlike.ended, even.ended, paced, attempt.drawn(lambda: _pictures(unlike.runs, unlike.ended))
-    )
+    unlike, even = [study(plan, scale, told, run) for plan in plans]
+    result = judge(unlike.chosen, unlike.ended, even.ended, _paced(attempt, scale))
     like = {f"on like data, {name}": words for name, words in _gains_in_words(even.ended).items()}
-    return replace(result, details={**result.details, **like})
+    return attempt.illustrated(
+        replace(result, details={**result.details, **like}),
+        lambda: (loss_picture(unlike.ended), tuning_picture(unlike.runs)),
+    )
 
 
 @dataclass(frozen=True)
@@ -145,25 +140,13 @@ def grids(scale: Scale) -> dict[str, list[Trial]]:
 
 
 def _paced(attempt: Attempt, scale: Scale) -> Comparison:
-    settings = resolve(
-        {
-            "task": "text",
-            "model": "0.5m",
-            "workers": 4,
-            "steps": scale.paced_steps,
-            "batch_size": 2,
-            "eval_every": scale.paced_steps,
-            "eval_limit": 16,
-        }
-    )
-    done = compare(
-        settings,
+    asked = {"task": "text", "model": "0.5m", "workers": 4, "batch_size": 2, "eval_limit": 16}
+    done = attempt.compare(
+        "runs/pace",
         _PACED,
-        attempt.folder / "runs" / "pace",
+        {**asked, "steps": scale.paced_steps, "eval_every": scale.paced_steps},
         rounds=scale.paced_rounds,
         title="The pace of slow momentum and of its bases",
-        listener=attempt.listener,
-        begin=attempt.begin,
     )
     return ended(done)
 
@@ -173,7 +156,6 @@ def judge(
     ended: Mapping[str, Sequence[Figures]],
     even: Mapping[str, Sequence[Figures]],
     paced: Comparison,
-    pictures: Sequence[str],
 ) -> Result:
     """Whether both losses fall on both bases by more than chance, and no step is slower than its bytes make it."""
     gains, rounds = _gains(ended), _ratios(paced, "seconds_per_step")
@@ -201,7 +183,6 @@ def judge(
             **{f"chosen for {name}": f"{trial.recipe}, learning rate {trial.lr:g}" for name, trial in chosen.items()},
             **{f"payload, {slow} over its base": f"x {ratio:.4f}" for slow, ratio in _payloads(paced).items()},
             **{f"time per step over the base's, {slow}, by round": _listed(each) for slow, each in rounds.items()},
-            "pictures": ", ".join(pictures) or "none: matplotlib is missing",
         },
     )
 
@@ -261,55 +242,4 @@ def _listed(values: Sequence[float]) -> str:
     return ", ".join(f"{value:.3f}" for value in values)
 
 
-def _pictures(runs: Runs, ended: Mapping[str, Sequence[Figures]]) -> Sequence[Picture]:
-    from reproductions.slowmo.pictures import loss_picture, tuning_picture
-
-    return (loss_picture(ended), tuning_picture(runs))
-
-
-CLAIM = Claim(
-    name="slowmo",
-    sentence="If workers' data differ, slow momentum lowers the training and held-out loss of Local SGD and of SGP "
-    "after equal steps and bytes, and makes no step slower than its bytes do.",
-    paper="Wang et al., SlowMo, ICLR 2020, arXiv:1910.00643",
-    published="CIFAR-10, ResNet-18, 32 workers: Local SGD from 91.73 to 93.20 %, SGP from 93.90 to 94.32 %",
-    protocol="MNIST on 32 workers as threads (quick: digits on 16), examples dealt out by label and evenly, each "
-    "method tuned with six trials (quick: four) on a seed of its own, 6 seeds (quick: 5); SGP also with as many steps "
-    "as slow momentum's bytes would pay for; times: a GPT of 0.5 M parameters on 4 processes in 3 rounds in turns",
-    parts={
-        **{
-            f"unlike data, {slow}": "examples dealt out by label: mean training and held-out loss lower than the "
-            "base's by more than the standard error of the paired difference (against SGP also at equal bytes)"
-            for slow in _PAIRS
-        },
-        **{f"like data, {slow}": "the same where examples are dealt out evenly" for slow in _PAIRS},
-        **{
-            f"time, {slow}": f"in every round time per step over the base's is at most {SLOWER:g} times what its "
-            "payload is over the base's"
-            for slow in _PAIRS
-        },
-    },
-    costs="one or two vectors of memory more; the effective learning rate is 1/(1 - momentum) times the optimizer's, "
-    "so rates must be tuned anew",
-    minutes=(57, 3),
-    earlier=(
-        Earlier(
-            "examples dealt out by label; over both bases, both mean losses lower than the base's by more than the "
-            "standard error of the paired difference, each method tuned with as many trials; against SGP also when "
-            "that is given the steps that slow momentum's bytes would pay for; median time per step over the base's at "
-            f"most {SLOWER:g} times what its payload is over the base's",
-            "holds: time per step x 0.878 and x 0.986; a later quick run had 1.08 for 1.05",
-            "data that are alike were run and not judged, though the paper's are; medians of few rounds could turn it",
-        ),
-        Earlier(
-            "over both bases, both mean losses lower than the base's by more than the standard error of the paired "
-            f"difference, each method tuned with as many trials; median time per step at most {SLOWER:g} times the "
-            "base's",
-            "does not hold: 1.062 times the base's over SGP",
-            "it was loosened after this result: with four workers and a period of 24 the averages are 6.25 % more "
-            "bytes",
-        ),
-    ),
-    full_only=("time, SlowMo over Local SGD", "time, SlowMo over SGP"),
-    run=measure,
-)
+CLAIM = Claim.read(__file__, measure, globals())

@@ -3,23 +3,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf
-from pathlib import Path
 from statistics import fmean
 
 import torch
 from torch import nn
 
+from reproductions.shared.committed import Records
 from reproductions.shared.threads import Data, Trained, on_threads, unless_diverged
-from thinwire.core.storage.files import write_atomically
+from thinwire import Worker, parse
 from thinwire.lab.tasks import Batch, Task
 from thinwire.lab.tasks.base import evaluating
-from thinwire.methods.strategies.recipe import parse
-from thinwire.worker.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -98,27 +95,17 @@ def _run(plan: Plan, trial: Trial, seed: int) -> Figures:
     return Figures(fmean(loss for loss, _ in results), found.held_out_loss, found.accuracy)
 
 
-class Kept:
-    """Runs whose figures are kept in a file, so that a study which was broken off goes on where it was.
+def kept(records: Records) -> Run:
+    """Runs whose figures are kept, so that a study which was broken off continues where it was."""
 
-    Args:
-        path: a line of JSON for each run.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        self._known = {each["run"]: Figures(**each["figures"]) for each in map(json.loads, lines)}
-
-    def __call__(self, plan: Plan, trial: Trial, seed: int) -> Figures:
-        """The figures of a run: those that are kept, or new ones."""
+    def figures(plan: Plan, trial: Trial, seed: int) -> Figures:
         name = repr((plan.task.name, replace(plan, task=None), trial, seed))  # pyright: ignore[reportArgumentType]
-        if name not in self._known:
-            self._known[name] = run(plan, trial, seed)
-            lines = [json.dumps({"run": key, "figures": asdict(each)}) for key, each in self._known.items()]
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path, ("\n".join(lines) + "\n").encode())
-        return self._known[name]
+        if records.get(name) is None:
+            records.put(name, asdict(run(plan, trial, seed)), file="trials")
+        known = records.get(name) or {}
+        return Figures(known["train_loss"], known["held_out_loss"], known["accuracy"])
+
+    return figures
 
 
 def _measured(worker: Worker, task: Task, seen: Batch) -> tuple[float, Figures | None]:
