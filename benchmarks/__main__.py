@@ -10,9 +10,9 @@ follow: coresets, stragglers, exposed time, compression; half an hour, with `--q
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks import coreset, stragglers, turns
@@ -41,9 +41,13 @@ def exposed_row(comparison: Comparison) -> Row:
     return ("exposed: LocalSGD(8) / AllReduce, 100mbit", f"{every.median:.4f}", extremes, "0.1125 to 0.1375")
 
 
-def main(arguments: Sequence[str]) -> None:
+def main() -> None:
     """Print a Markdown table."""
-    whole, quick = "--all" in arguments, "--quick" in arguments
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Speeds against DDP in the same run.")
+    parser.add_argument("--all", action="store_true", help="all other bars about time too")
+    parser.add_argument("--quick", action="store_true", help="with --all, in a third of the time")
+    options = parser.parse_args()
+    whole, quick = options.all, options.quick
     show(("what", "median", "quartiles or range", "bar"), ("---",) * 4)
     for name in ("bare", "ddp", "recipes"):
         show(*turns.rows(name, rounds=3 if name == "recipes" else 20 if whole and not quick else 8))
@@ -63,4 +67,4 @@ def others(*, emulated: bool, quick: bool) -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -24,8 +24,8 @@ rule, which was written before the run: the value with the largest mean over the
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -98,10 +98,15 @@ def slacks() -> None:
 
 def main() -> None:
     """Print the table and the default; write the figures and the picture."""
-    if sys.argv[1] == "--slack":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("folder", nargs="?", type=Path)
+    asked.add_argument("--slack", action="store_true", help="compare least grace windows")
+    options = parser.parse_args()
+    if options.slack:
         slacks()
         return
-    folder, found = Path(sys.argv[1]), measure()
+    folder, found = options.folder, measure()
     folder.mkdir(parents=True, exist_ok=True)
     print("quorum  deviations  goodput  effective  mean age  oldest  rounds")
     for (quorum, deviations), each in found.items():
