@@ -180,6 +180,10 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=0)
     parser.add_argument("--workers", type=int, default=0)
     asked = parser.parse_args(arguments)
+    if asked.rounds == 1 or asked.rounds < 0:
+        parser.error(
+            f"--rounds {asked.rounds}: quartiles need at least 2 rounds. Leave it out for those of the contest"
+        )
     links = [link for link in asked.links.split(",") if link]
     show(("what", "median", "quartiles; range; seconds; processor time", "bar"), ("---",) * 4)
     for name in asked.contests:
