@@ -150,6 +150,8 @@ def quantized(base: nn.Module, bits: int) -> nn.Module:
 @pytest.mark.slow
 def test_a_base_in_four_bits_equals_separate_runs(dora: bool, tmp_path: Path) -> None:
     base = quantized(model_of("llama", torch.float32, hidden_size=64, intermediate_size=128), 4)
+    with torch.no_grad():
+        base.eval()(input_ids=tokens(0, 2, 9))  # bitsandbytes repacks the weights on some processors
     array, losses, tensors = compare(base, ranks("llama", 3, use_dora=dora), steps=3)
     assert losses < 1e-5 and tensors < 1e-4
     with array.only(1) as model:

@@ -121,6 +121,7 @@ class AdapterArray(ModelArray):
             raise ConfigError("adapters(base, []): an array has at least one member")
         if seeds is not None and len(seeds) != len(members):
             raise ConfigError(f"seeds of length {len(seeds)}: there are {len(members)} members. Pass one per member")
+        _keep_layout(base)
         # Frozen parameters of the array's own with the base's memory: the user's keep their flags.
         own = {id(each): _frozen(each) for each in base.parameters()}
         self._template: nn.Module = copy.deepcopy(base, dict(own))
@@ -597,6 +598,19 @@ class AdapterArray(ModelArray):
         for slot, member in enumerate(made):
             self._check_fits(slot, member)
         checkpoints.select_parts(self._rebuild([], made, seeds=[0] * len(made)), **parts)
+
+
+def _keep_layout(base: nn.Module) -> None:
+    """Keep weights in 4 bits in their usual layout.
+
+    On processors with AVX512-BF16 bitsandbytes repacks them in evaluation. PEFT's DoRA would read other weights from
+    that, and the base of a checkpoint would seem to be another one.
+    """
+    for module in base.modules():
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            module.state_dict()  # restores the layout
+            held: Any = module
+            held.support_avx512bf16_for_cpu = False
 
 
 def _frozen(parameter: nn.Parameter) -> nn.Parameter:
