@@ -10,9 +10,9 @@ what tensors hold.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -214,7 +214,13 @@ def _two(step: Callable[[], object]) -> None:
 
 
 if __name__ == "__main__":
+    PARTS: dict[str, Callable[[], None]] = {"speed": speed, "memory": memory, "ranks": ranks, "gpu": gpu}
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} [default: speed memory]")
+    parts = parser.parse_args().parts or ["speed", "memory"]
+    if unknown := [name for name in parts if name not in PARTS]:
+        parser.error(f"{unknown[0]}: unknown. Use {', '.join(PARTS)}")
     warnings.simplefilter("ignore", FutureWarning)
     keep_memory()
-    for name in sys.argv[1:] or ("speed", "memory"):
-        {"speed": speed, "memory": memory, "ranks": ranks, "gpu": gpu}[name]()
+    for name in parts:
+        PARTS[name]()

@@ -6,6 +6,7 @@ python -m benchmarks.coreset [--quick]
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -165,7 +166,10 @@ def main(arguments: Sequence[str]) -> None:
     if arguments[:1] == ["one"]:
         print(json.dumps(globals()[arguments[1]](int(arguments[2]))))
         return
-    show(("what", "figure", "detail", "bar"), ("---",) * 4, *rows(quick="--quick" in arguments))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true")
+    quick = parser.parse_args(arguments).quick
+    show(("what", "figure", "detail", "bar"), ("---",) * 4, *rows(quick=quick))
 
 
 if __name__ == "__main__":

@@ -9,9 +9,8 @@ steps with a loop over models and with `torch.vmap`.
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -47,14 +46,17 @@ def sweep_rows(quick: bool) -> list[Row]:
     return rows
 
 
-def main(arguments: Sequence[str]) -> None:
+def main() -> None:
     """Print a Markdown table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true")
+    quick = parser.parse_args().quick
     torch.set_num_threads(1)
     keep_memory()
     clear_autotune_cache()
     head = ("sweep", "array, s", "one by one, s", "ratio", "largest difference of losses", "trial")
-    show(head, ("---",) * len(head), *sweep_rows("--quick" in arguments))
+    show(head, ("---",) * len(head), *sweep_rows(quick))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

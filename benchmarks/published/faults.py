@@ -30,10 +30,10 @@ runtime, marked below:
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import json
 import random
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -306,7 +306,9 @@ def bars() -> Iterator[str]:
 
 def main() -> None:
     """Simulate, print the verdicts, and write the figures."""
-    sizes = [int(each) for each in sys.argv[1:]] or list(SIZES)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("sizes", nargs="*", type=int, metavar="SIZE", help="numbers of workers")
+    sizes = parser.parse_args().sizes or list(SIZES)
     path = RESULTS / "faults.json"
     before = json.loads(path.read_text(encoding="utf-8"))["kill_a_minute"] if path.exists() else []
     rows = [each for each in before if each["workers"] not in sizes] + [measure_kills(size) for size in sizes]

@@ -9,10 +9,10 @@ strategies are simulated with all their workers up to 64. `--bar` times 100 step
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -177,4 +177,6 @@ def draw(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    bar() if "--bar" in sys.argv else measure()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--bar", action="store_true", help="only the bar on simulator seconds")
+    bar() if parser.parse_args().bar else measure()
