@@ -260,7 +260,7 @@ def test_loops_that_count_on_every_step_are_refused(settings: dict[str, Any], wo
 
 
 @pytest.mark.slow
-def test_a_run_with_a_stopped_worker_is_whole(tmp_path: Path) -> None:
+def test_a_run_with_a_slow_worker_is_whole(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     settings = resolve(
         {
@@ -270,7 +270,6 @@ def test_a_run_with_a_stopped_worker_is_whole(tmp_path: Path) -> None:
             "steps": 60,
             "slow": "1:5x",
             "stall": "1:10ms",
-            "stop": "2:100ms:400ms",
             "eval_every": 30,
         }
     )
