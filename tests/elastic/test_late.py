@@ -457,22 +457,26 @@ def train_process(outbox: Any, settings: dict[str, Any], stop: Path, seconds: fl
     with worker.consensus():
         assert isinstance(worker.elastic, LateRounds)
         log = [each.content() for each in worker.elastic.closings]
-        outbox.send((model.x.tolist(), worker.elastic.closings[0].round, log))
+        outbox.send((model.x.tolist(), [each.round for each in worker.elastic.closings], log))
     notice.close()
     worker.detach()
 
 
-def ends_of(workers: Sequence[Process], stop: Path, step: int) -> list[tuple[list[float], int, list[Any]]]:
-    """Stop all workers at a step; returns what each has reported, and checks that all agree."""
+def ends_of(workers: Sequence[Process], stop: Path, step: int) -> list[tuple[list[float], list[int], list[Any]]]:
+    """Stop all workers at a step; returns what each has reported, and checks that all agree.
+
+    A worker that was stopped for long has copied the state of another one, and lacks the closings before.
+    """
     stop.with_suffix(".part").write_text(str(step))
     stop.with_suffix(".part").rename(stop)
-    ends: list[tuple[list[float], int, list[Any]]] = [worker.receive(60) for worker in workers]
+    ends: list[tuple[list[float], list[int], list[Any]]] = [worker.receive(60) for worker in workers]
     assert not [each for each in ends if isinstance(each, str)]
     by_round: dict[int, list[float]] = {}
     record: dict[int, Any] = {}
-    for x, first, log in ends:
-        assert by_round.setdefault(first + len(log), x) == x  # the same bits at the same round
-        for number, closing in enumerate(log, first):
+    for x, rounds, log in ends:
+        assert by_round.setdefault(rounds[-1], x) == x  # the same bits at the same round
+        assert rounds == sorted(set(rounds))
+        for number, closing in zip(rounds, log, strict=True):
             assert record.setdefault(number, closing) == closing
     return ends
 
@@ -503,7 +507,9 @@ def test_workers_are_killed_and_stopped_and_join_and_leave(tmp_path: Path, fragm
         assert name == 4
         os.kill(names["2"].process.pid, signal.SIGUSR1)
         assert names["2"].receive(60) == "left"
-        ends = ends_of([names["1"], *workers[3:]], stop, step + 20 * PERIOD)
+        ends = ends_of(
+            [names["1"], *workers[3:]], stop, step + 200 * PERIOD
+        )  # a worker that was stopped needs others to copy from
     finally:
         for worker in workers:
             worker.process.kill()

@@ -57,9 +57,9 @@ def test_survivors_name_the_killed_rank_before_torchrun_ends_them(recipe: str, t
             break
     else:
         pytest.fail(done.stderr[-3000:])
-    # Backup workers say that they go on without one. Where torchrun has ended rank 0 too, it is lost as well.
+    # Backup workers log that they continue without one. Where torchrun has ended rank 0 too, it is lost as well.
     named = ["rank 1 is lost (", "rank 0, rank 1 are lost ("]
-    named += ["training goes on without rank 1, "] * (recipe == "BackupWorkers()")
+    named += ["training continues without rank 1, "] * (recipe == "BackupWorkers()")
     for line in said:
         assert any(words in line for words in named), line
         assert not line.startswith("rank 1")
