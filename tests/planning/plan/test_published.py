@@ -148,6 +148,6 @@ def test_the_printed_command_explains_its_cell(
     root = HERE.parents[1]
     monkeypatch.chdir(root)
     lines = (root / "docs" / "scale.md").read_text(encoding="utf-8").splitlines()
-    (command,) = [shlex.split(line) for line in lines if line.startswith("thinwire plan --published")]
+    (command,) = [shlex.split(line[2:]) for line in lines if line.startswith("$ thinwire plan --published")]
     assert main(command[1:]) == 0
     assert "published  20.87 s" in capsys.readouterr().out
