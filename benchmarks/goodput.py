@@ -395,14 +395,7 @@ def train_torchft(slot: int, method: str) -> None:
     committed: list[bool] = []
     store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
     lighthouse = f"http://{address(0)}:{LIGHTHOUSE_PORT}"
-    manager = manager_of(loop, own, store.port, healed, lighthouse, f"worker_{os.environ['RANK']}")
-    ask = manager.should_commit
-
-    def should_commit(*arguments: Any, **named: Any) -> bool:
-        committed.append(ask(*arguments, **named))
-        return committed[-1]
-
-    manager.should_commit = should_commit
+    manager = manager_of(loop, own, store.port, healed, committed, lighthouse, f"worker_{os.environ['RANK']}")
     local_sgd: Any = importlib.import_module("torchft.local_sgd")
     if method == "DiLoCo":
         outer = torch.optim.SGD(loop.model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
@@ -425,8 +418,10 @@ def train_torchft(slot: int, method: str) -> None:
             fleet.tell(step=step, kept=kept)
 
 
-def manager_of(loop: Any, own: str, port: int, healed: list[bool], lighthouse: str, name: str) -> Any:
-    """A worker's manager, which notes in `healed` that it got the state of another one."""
+def manager_of(
+    loop: Any, own: str, port: int, healed: list[bool], committed: list[bool], lighthouse: str, name: str
+) -> Any:
+    """Return a manager that notes in `healed` when it got another worker's state, and in `committed` each decision."""
     torchft: Any = importlib.import_module("torchft")
 
     def load(state: dict[str, Any]) -> None:
@@ -434,7 +429,7 @@ def manager_of(loop: Any, own: str, port: int, healed: list[bool], lighthouse: s
         loop.model.load_state_dict(state["model"])
         loop.optimizer.load_state_dict(state["optimizer"])
 
-    return torchft.Manager(
+    manager = torchft.Manager(
         pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=60)),
         load_state_dict=load,
         state_dict=lambda: {"model": loop.model.state_dict(), "optimizer": loop.optimizer.state_dict()},
@@ -448,6 +443,14 @@ def manager_of(loop: Any, own: str, port: int, healed: list[bool], lighthouse: s
         replica_id=name,
         hostname=own,
     )
+    ask = manager.should_commit
+
+    def should_commit(*arguments: Any, **named: Any) -> bool:
+        committed.append(ask(*arguments, **named))
+        return committed[-1]
+
+    manager.should_commit = should_commit
+    return manager
 
 
 def host(kind: str) -> None:

@@ -525,14 +525,7 @@ def work_torchft(options: argparse.Namespace) -> None:
     healed, committed = list[bool](), list[bool]()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     name = f"worker_{options.slot}_{options.number}"
-    manager = manager_of(training, "127.0.0.1", store.port, healed, os.environ["STORM_LIGHTHOUSE"], name)
-    ask = manager.should_commit
-
-    def should_commit(*arguments: Any, **named: Any) -> bool:
-        committed.append(ask(*arguments, **named))
-        return committed[-1]
-
-    manager.should_commit = should_commit
+    manager = manager_of(training, "127.0.0.1", store.port, healed, committed, os.environ["STORM_LIGHTHOUSE"], name)
     local_sgd: Any = importlib.import_module("torchft.local_sgd")
     outer = torch.optim.SGD(training.model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
     with local_sgd.DiLoCo(manager, [training.model], training.optimizer, outer, sync_every=options.period):
