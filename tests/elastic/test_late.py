@@ -9,6 +9,7 @@ import os
 import random
 import secrets
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -543,6 +544,33 @@ def test_a_store_of_an_elastic_run_carries_late_work_too(tmp_path: Path) -> None
             worker.process.kill()
             worker.end()
     assert {worker for _, _, log in ends for closing in log for _, worker, *_ in closing} >= {"1", "2"}
+
+
+def test_a_worker_that_was_considered_lost_is_read_when_a_closing_takes_its_work() -> None:
+    network, ahead = ThreadNetwork(), threading.Event()
+
+    def work(rank: int) -> list[int]:
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        fleet = network.fleet(f"{rank}-x", rank, 2, late=LateMerging(quorum=0.5), timeout=30)
+        worker = attach(model, optimizer, LocalSGD(period=PERIOD), timeout=30, elastic=fleet)
+        assert isinstance(worker.elastic, LateRounds)
+        while worker.step < 20 * PERIOD:
+            if worker.step == 2 * PERIOD and rank == 0 and not ahead.is_set():
+                assert ahead.wait(30)
+                worker.elastic._closer.lose("1")
+                worker.elastic._looked = time.monotonic() + 1000  # no look at lost workers is due
+            if worker.step >= 18 * PERIOD:
+                ahead.set()
+            model.x.grad = gradient(rank, worker.step, model.x.detach())
+            optimizer.step()
+        worker.detach()
+        return [closing.round for closing in worker.elastic.closings]
+
+    with ThreadPoolExecutor(2) as pool:
+        rounds = [*pool.map(work, range(2))]
+    assert rounds[0] == [*range(len(rounds[0]))]  # it has copied no state, and lacks no round
+    assert len(rounds[0]) >= 20
 
 
 def test_a_worker_that_leaves_hands_over_its_unfinished_round() -> None:

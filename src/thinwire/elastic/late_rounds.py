@@ -2,7 +2,8 @@
 """Rounds that close without late workers, over objects that every worker reads when it has time.
 
     late/NAME/N             the N-th contribution of a worker: its displacement, its tokens, and its progress
-    late/state/K/NAME       the state at the start of round K, for workers that join
+    late/state/NAME/N       the N-th state that a worker has published: at the start of its open round, for others that
+                            join
     closing/K               the contributions that round K takes, and the worker that has proposed them; written once
     state/first/EPOCH       the object with the state of the first worker of the run that started as view EPOCH
     state/NUMBER            the same, for the worker of this request to join
@@ -23,7 +24,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -201,7 +202,7 @@ class LateRounds:
         self._membership, self._objects, self._withdraw = membership, objects, withdraw
         self._first = first
         self._others = {str(rank): _Other(each, first.rows[each]) for rank, each in enumerate(first.members)}
-        self._requests, self._served = 0, 0
+        self._requests, self._served, self._published = 0, 0, 0
         rank = first.rank(membership.worker)
         self._name = str(first.size + membership.last_request - 1 if rank is None else rank)
         self._others.setdefault(self._name, _Other(membership.worker, membership.row))
@@ -465,9 +466,13 @@ class LateRounds:
     def _key(self, rank: int, started: int, replica: int) -> int:
         return draw_key(self.worker.seed, started, rank=rank, stage=replica)
 
-    def _look(self) -> bool:
-        """Read the contributions that have arrived, and notice workers that come and go; return True for any news."""
-        news, now = self._take_requests(), time.monotonic()
+    def _look(self, wanted: Collection[str] = ()) -> bool:
+        """Read the contributions that have arrived, and notice workers that come and go; return True for any news.
+
+        Args:
+            wanted: workers with a contribution that a closing takes.
+        """
+        news, now = self._take_requests(now=not self._others.keys() >= set(wanted)), time.monotonic()
         looks = now - self._looked > _LOOK_SECONDS
         if looks:
             self._looked = now
@@ -477,7 +482,8 @@ class LateRounds:
                     self._closer.lose(name)
                     news = True
         # One that is considered lost may only be slow.
-        names = [name for name in self._others if name != self._name and (looks or name in self._closer.workers)]
+        present = {*self._closer.workers, *wanted}
+        names = [name for name in self._others if name != self._name and (looks or name in present)]
         asked = [f"late/{name}/{self._others[name].read}" for name in names]
         most = _HEADER_BYTES + sum(2 * _exact_bytes(r.x) for r in self.worker.replicas)
         for name, content in zip(names, self._objects.get(asked, most), strict=True):
@@ -490,10 +496,10 @@ class LateRounds:
                 call(view)
         return news
 
-    def _take_requests(self) -> bool:
+    def _take_requests(self, *, now: bool = False) -> bool:
         """Name the workers that have asked to join."""
         before, known = self._requests, {each.id for each in self._others.values()}
-        while self._requests < self._membership.requests():
+        while self._requests < self._membership.requests(now=now):
             self._requests += 1
             found = self._membership.requested(self._requests)
             if found is not None and found[0] not in known:
@@ -600,6 +606,8 @@ class LateRounds:
             missing = sorted(closer.missing(), key=int)
             if now - begin >= AWAITED_SECONDS:
                 self._awaited = [int(name) for name in missing]
+                if closer.owner == self._name:  # the missing ones may wait for a state
+                    self._serve()
             if now - news > self.comm.timeout:
                 raise CommTimeoutError(
                     f"worker {self.worker_id}, step {self.worker.step}: round {closer.round} was not closed within "
@@ -686,7 +694,7 @@ class LateRounds:
         end, misses = time.monotonic() + self.comm.timeout, 0
         while missing := [key for key in keys if key not in self._messages]:
             # The worker that proposed the closing had read all of it. Another may join before this one looks.
-            looked = self._look()
+            looked = self._look([worker for worker, _ in missing])
             misses = 0 if looked else misses + 1
             # The run is far ahead: the others have deleted what this worker has missed.
             far = self._membership.records.read(f"closing/{closing.round + _KEPT_ROUNDS}") is not None
@@ -748,7 +756,8 @@ class LateRounds:
         return packed
 
     def _publish(self, state: dict[str, Any], keys: list[str]) -> None:
-        name = f"late/state/{state['late']['round']}/{self._name}"
+        name = f"late/state/{self._name}/{self._published}"
+        self._published += 1
         self._objects.put(name, to_bytes(state).numpy().tobytes())
         for key in keys:
             self._membership.records.propose(key, {"name": name})
@@ -756,8 +765,9 @@ class LateRounds:
     def _serve(self) -> None:
         """Give workers that have asked the state at the start of the open round."""
         self._take_requests()
-        if self._served < self._requests:
-            self._write_state([f"state/{number}" for number in range(self._served + 1, self._requests + 1)])
+        keys = [f"state/{number}" for number in range(self._served + 1, self._requests + 1)]
+        if unanswered := [key for key in keys if self._membership.records.read(key) is None]:
+            self._write_state(unanswered)
         self._served = self._requests
 
     def _adopt(self, key: str) -> None:
@@ -1026,6 +1036,7 @@ class LateRounds:
         numbers = [n for n, each in enumerate(self._fragments) if each.tokens > 0 and left[n] >= self.options.delay]
         for number in numbers:
             self._send(number, leaves=number == numbers[-1])
+        self._serve()
         self.close()
         return True
 
