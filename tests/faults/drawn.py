@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -75,10 +75,18 @@ class Fault:
         """Whether the victims train no further."""
         return self.kind in ("kill", "stop", "raise")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        number = next(i for i, each in enumerate(STRATEGIES) if each is self.case)  # a case cannot be sent to a process
+        return _sent, (number, self.seed, *(getattr(self, each.name) for each in fields(self)[2:]))
+
     def __str__(self) -> str:
         wire = "processes" if self.processes else "threads"
         at = f"{self.phase}, step {self.step}, call {self.call}"
         return f"seed {self.seed}: {self.kind} of {list(self.victims)} of {self.size} {wire} at {at}: {self.case}"
+
+
+def _sent(number: int, seed: int, *others: Any) -> Fault:
+    return Fault(seed, STRATEGIES[number], *others)
 
 
 def sizes_of(each: Case) -> list[int]:

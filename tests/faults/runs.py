@@ -67,9 +67,9 @@ def on_threads(fault: Fault) -> list[Ending]:
         return list(endings)
 
 
-def on_a_process(seed: int, folder: str) -> Ending:
-    """One rank's ending; the fault is drawn again, since a case cannot be sent to a process."""
-    each, rank = drawn(seed), dist.get_rank()
+def on_a_process(each: Fault, folder: str) -> Ending:
+    """One rank's ending."""
+    rank = dist.get_rank()
     # Before the group is made everywhere, what happens is torch's.
     store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
     store.set(f"begun/{rank}", "1")
@@ -81,7 +81,7 @@ def on_a_process(seed: int, folder: str) -> Ending:
 def on_processes(faults: Sequence[Fault]) -> Iterator[tuple[Fault, list[Ending]]]:
     """The endings of several runs, side by side: most of their time is waiting."""
     with tempfile.TemporaryDirectory() as folder:
-        running = [start_processes(f.size, on_a_process, f.seed, f"{folder}/{f.seed}") for f in faults]
+        running = [start_processes(f.size, on_a_process, f, f"{folder}/{i}") for i, f in enumerate(faults)]
         deadline = time.monotonic() + max(map(most_seconds, faults))
         try:
             for fault, workers in zip(faults, running, strict=True):
