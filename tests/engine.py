@@ -14,12 +14,15 @@ from torch import Tensor, nn
 
 import thinwire
 from tests.problems import flat
-from thinwire import Comm, Strategy, Worker
+from thinwire import Comm, Strategy, ThinwireError, Worker
 
 Model = TypeVar("Model", bound=nn.Module)
 Batch = tuple[Tensor, Tensor]
 
-__all__ = ["Batch", "Mixed", "attach", "batch", "batches", "drawn", "flat", "momentum", "net", "steps", "threads"]
+__all__ = [
+    *("Batch", "Mixed", "attach", "batch", "batches", "drawn", "endings", "flat", "momentum", "net"),
+    *("serial", "sgd", "squared_error", "steps", "threads"),
+]
 
 
 def drawn(model: Model, seed: int = 0) -> Model:
@@ -61,6 +64,10 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def attach(
     comm: Comm | None,
     strategy: Strategy,
@@ -74,13 +81,80 @@ def attach(
     return thinwire.attach(model, optimizer(model), strategy, comm=comm, **{"bucket_bytes": 48, **settings})
 
 
-def steps(worker: Worker, data: Iterable[Batch]) -> Worker:
-    """A user's training loop."""
-    for x, y in data:
-        worker.optimizer.zero_grad()
-        (worker.model(x) - y).square().mean().backward()
-        worker.optimizer.step()
+def steps(
+    worker: Worker,
+    data: Iterable[Batch],
+    *,
+    closed: bool = False,
+    scaler: torch.amp.GradScaler | None = None,
+    factor: Callable[[int], float] = lambda place: 1.0,
+) -> Worker:
+    """A user's training loop.
+
+    Args:
+        worker: of this rank.
+        data: a batch for each step.
+        closed: whether the optimizer calls a closure.
+        scaler: of the losses.
+        factor: of the loss of a batch, by its place in the data.
+    """
+    for place, (x, y) in enumerate(data):
+
+        def closure(x: Tensor = x, y: Tensor = y, place: int = place) -> Tensor:
+            worker.optimizer.zero_grad()
+            loss = factor(place) * (worker.model(x) - y).square().mean()
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            return loss
+
+        if closed:
+            worker.optimizer.step(closure)  # pyright: ignore[reportArgumentType]
+            continue
+        closure()
+        if scaler is None:
+            worker.optimizer.step()
+        else:
+            scaler.step(worker.optimizer)
+            scaler.update()
     return worker
+
+
+def squared_error(model: nn.Module, rank: int, step: int) -> Tensor:
+    x, y = batch(rank, step)
+    return (model(x) - y).square().mean()
+
+
+def serial(
+    count: int,
+    model: nn.Module | None = None,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = momentum,
+    *,
+    size: int = 2,
+    loss: Callable[[nn.Module, int, int], Tensor] = squared_error,
+    before_step: Callable[[], object] = lambda: None,
+) -> nn.Module:
+    """One process that steps with the mean gradient of `size` ranks."""
+    model = net() if model is None else model
+    made = optimizer(model)
+    for step in range(count):
+        made.zero_grad()
+        for rank in range(size):
+            (loss(model, rank, step) / size).backward()
+        before_step()
+        made.step()
+    return model
+
+
+def endings(size: int, work: Callable[[Comm], object], *, timeout: float = 20.0) -> list[str]:
+    """The class and the text of each thread's error; an empty text without one."""
+
+    def body(comm: Comm) -> str:
+        try:
+            work(comm)
+        except ThinwireError as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    return thinwire.run_threads(size, body, timeout=timeout)
 
 
 def threads(size: int, strategy: Strategy, count: int = 6, **settings: Any) -> list[Tensor]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engine import attach, batches, drawn, net, steps
+from tests.engine import attach, batches, drawn, flat, net, steps
 from thinwire import AllReduce, Comm, ConfigError, LocalSGD, MismatchError, run_threads
 from thinwire.worker.parameters import find_alias
 
@@ -148,13 +148,16 @@ def test_an_expanded_tensor_is_its_elements_and_not_all_that_lies_between() -> N
 
 
 def test_what_an_earlier_worker_has_laid_out_attaches_again() -> None:
-    def work(comm: Comm) -> None:
+    def work(comm: Comm) -> Tensor:
         worker = steps(attach(comm, AllReduce()), batches(comm.rank, 2))
         worker.detach()
         again = steps(attach(comm, LocalSGD(2), model=worker.model), batches(comm.rank, 2))
         again.detach()
+        trained = flat(again.model)
         worker.model.register_buffer("view", worker.model[0].weight.data[0])
         with pytest.raises(ConfigError, match=r"buffer view lies in the memory of parameter 0\.weight"):
             attach(comm, AllReduce(), model=worker.model)
+        return trained
 
-    run_threads(2, work, timeout=10)
+    x, y = run_threads(2, work, timeout=10)
+    assert torch.equal(x, y)

@@ -3,22 +3,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import thinwire
-from tests.engine import Mixed, attach, batch, batches, drawn, flat, momentum, net, steps, threads
+from tests.engine import (
+    Mixed,
+    attach,
+    batch,
+    batches,
+    drawn,
+    flat,
+    momentum,
+    net,
+    serial,
+    sgd,
+    squared_error,
+    steps,
+)
 from thinwire import AllReduce, Bf16, Comm, ConfigError, Gossip, Local, LocalSGD, PushSum, SlowMo, Strategy, run_threads
-from thinwire.core.replica.replica import Replica
-from thinwire.methods.strategies.traits import Traits
 
 ALONE = [AllReduce(), LocalSGD(2), Gossip(), Gossip(order="after"), PushSum(), Local()]
 
@@ -150,15 +157,7 @@ def test_several_dtypes_are_several_replicas_and_train_alike() -> None:
 
     x, y = run_threads(2, work)
     assert torch.equal(x, y)
-    model = drawn(Mixed())
-    optimizer = momentum(model)
-    for step in range(5):
-        optimizer.zero_grad()
-        for rank in range(2):
-            inputs, targets = batch(rank, step)
-            ((model(inputs) - targets).square().mean() / 2).backward()
-        optimizer.step()
-    torch.testing.assert_close(x, flat(model), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(x, flat(serial(5, drawn(Mixed()))), rtol=1e-5, atol=1e-6)
 
 
 def test_every_dtype_of_a_model_has_its_own_strategy_state() -> None:
@@ -208,7 +207,7 @@ def test_every_rank_starts_from_rank_zero_or_from_its_own() -> None:
 # -- alone -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ALONE, ids=repr)
+@pytest.mark.parametrize("strategy", [*ALONE, SlowMo(period=3, momentum=0.0)], ids=repr)
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_one_worker_alone_trains_bitwise_as_the_bare_loop(strategy: Strategy, kind: str) -> None:
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -221,58 +220,31 @@ def test_one_worker_alone_trains_bitwise_as_the_bare_loop(strategy: Strategy, ki
     assert worker.comm.meter.payload_bytes == 0
 
 
-def test_slow_momentum_without_momentum_alone_is_the_bare_loop() -> None:
-    model = net()
-    expected = bare(model, momentum(model), 10)
-    worker = steps(attach(None, SlowMo(period=3, momentum=0.0)), batches(0, 10))
-    assert torch.equal(flat(worker.model), expected)
-
-
 # -- unused parameters -------------------------------------------------------------------------------------------------
 
 
-def picky(comm: Comm, *, find_unused: bool, set_to_none: bool = True) -> tuple[Tensor, bool]:
-    model = drawn(Picky())
-    worker = attach(comm, AllReduce(), model=model, find_unused=find_unused)
-    for step in range(3):
+@pytest.mark.parametrize("found", [True, False])
+def test_parameters_unused_everywhere_have_a_zero_gradient_and_decay_unless_they_are_found(found: bool) -> None:
+    def work(comm: Comm) -> tuple[Tensor, bool]:
+        model = drawn(Picky())
         model.use_left = comm.rank == 0
-        worker.optimizer.zero_grad(set_to_none=set_to_none)
-        x, y = batch(comm.rank, step)
-        (model(x) - y).square().mean().backward()
-        worker.optimizer.step()
-    return flat(model), model.never.weight.grad is None
+        steps(attach(comm, AllReduce(), model=model, find_unused=found), batches(comm.rank, 3))
+        return flat(model), model.never.weight.grad is None
 
+    def loss(model: nn.Module, rank: int, step: int) -> Tensor:
+        expected.use_left = rank == 0
+        return squared_error(model, rank, step)
 
-def oracle_picky(*, never_decays: bool) -> Tensor:
-    """Two ranks, each with its own branch; the gradient that a rank lacks is zero."""
-    model = drawn(Picky())
-    optimizer = momentum(model)
-    for step in range(3):
-        optimizer.zero_grad()
-        for rank in range(2):
-            model.use_left = rank == 0
-            x, y = batch(rank, step)
-            ((model(x) - y).square().mean() / 2).backward()
-        if never_decays:
-            for parameter in model.never.parameters():
-                parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-    return flat(model)
+    def before_step() -> None:
+        for parameter in expected.never.parameters():
+            parameter.grad = None if found else torch.zeros_like(parameter)
 
-
-def test_parameters_unused_everywhere_keep_no_gradient_and_do_not_decay_when_found() -> None:
-    (x, none), (y, other_none) = run_threads(2, lambda c: picky(c, find_unused=True))
-    assert none and other_none
+    (x, none), (y, other_none) = run_threads(2, work)
+    assert none == other_none == found
     assert torch.equal(x, y)
-    torch.testing.assert_close(x, oracle_picky(never_decays=False), rtol=1e-6, atol=1e-7)
-    assert torch.equal(x[-8:], flat(drawn(Picky()))[-8:])
-
-
-def test_parameters_unused_everywhere_have_a_zero_gradient_when_not_looked_for() -> None:
-    (x, none), (y, other_none) = run_threads(2, lambda c: picky(c, find_unused=False))
-    assert not none and not other_none
-    assert torch.equal(x, y)
-    torch.testing.assert_close(x, oracle_picky(never_decays=True), rtol=1e-6, atol=1e-7)
+    expected = drawn(Picky())
+    torch.testing.assert_close(x, flat(serial(3, expected, loss=loss, before_step=before_step)), rtol=1e-6, atol=1e-7)
+    assert torch.equal(x[-8:], flat(drawn(Picky()))[-8:]) == found
 
 
 # -- parameter groups and schedules ------------------------------------------------------------------------------------
@@ -403,135 +375,27 @@ def test_clipping_after_backward_clips_the_mean_gradient(set_to_none: bool) -> N
     (x, norms), (y, other_norms) = run_threads(2, work)
     assert torch.equal(x, y)
     assert norms == other_norms
-    model = net()
-    optimizer, expected = momentum(model), []
-    for step in range(4):
-        optimizer.zero_grad()
-        for rank in range(2):
-            inputs, targets = batch(rank, step)
-            ((model(inputs) - targets).square().mean() / 2).backward()
-        expected.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.3)))
-        optimizer.step()
+    model, expected = net(), []
+    serial(4, model, before_step=lambda: expected.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.3))))
     assert norms == pytest.approx(expected, rel=1e-5)
     torch.testing.assert_close(x, flat(model), rtol=1e-5, atol=1e-6)
 
 
 def test_sparse_gradients_are_exchanged_too() -> None:
+    def loss(model: nn.Module, rank: int, step: int) -> Tensor:
+        return model(torch.tensor([[rank, step, step]])).square().sum()
+
     def work(comm: Comm) -> Tensor:
-        model = drawn(nn.EmbeddingBag(6, 2, sparse=True))
-        worker = thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), AllReduce(), comm=comm)
+        worker = attach(comm, AllReduce(), model=drawn(nn.EmbeddingBag(6, 2, sparse=True)), optimizer=sgd)
         for step in range(3):
             worker.optimizer.zero_grad()
-            model(torch.tensor([[comm.rank, step, step]])).square().sum().backward()
+            loss(worker.model, comm.rank, step).backward()
             worker.optimizer.step()
-        return flat(model)
+        return flat(worker.model)
 
     x, y = run_threads(2, work)
-    model = drawn(nn.EmbeddingBag(6, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        for rank in range(2):
-            (model(torch.tensor([[rank, step, step]])).square().sum() / 2).backward()
-        optimizer.step()
     assert torch.equal(x, y)
-    torch.testing.assert_close(x, flat(model))
-
-
-class Checkpointed(nn.Module):
-    """Forgets its activations, and runs forward once more within backward."""
-
-    def __init__(self, reentrant: bool | None) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(3, 5), nn.Linear(5, 4), nn.Linear(4, 2)])
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.clone().requires_grad_()
-        for layer in self.layers:
-            x = layer(x.tanh()) if self.reentrant is None else checkpoint(layer, x.tanh(), use_reentrant=self.reentrant)
-        return x
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_layers_that_run_again_within_backward_change_nothing(reentrant: bool) -> None:
-    def work(comm: Comm, how: bool | None) -> Tensor:
-        worker = attach(comm, AllReduce(), model=drawn(Checkpointed(how)))
-        return flat(steps(worker, batches(comm.rank, 4)).model)
-
-    plain = run_threads(2, lambda comm: work(comm, None))
-    again = run_threads(2, lambda comm: work(comm, reentrant))
-    assert all(torch.equal(plain[0], x) for x in [*plain, *again])
-
-
-# -- closures ----------------------------------------------------------------------------------------------------------
-
-
-def with_closure(comm: Comm | None, strategy: Strategy, make: Callable[[nn.Module], Any], count: int) -> Tensor:
-    worker = attach(comm, strategy, optimizer=make)
-    for x, y in batches(worker.comm.rank, count):
-
-        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-            worker.optimizer.zero_grad()
-            loss = (worker.model(x) - y).square().mean()
-            loss.backward()
-            return loss
-
-        assert worker.optimizer.step(closure) is not None
-    return flat(worker.model)
-
-
-@pytest.mark.parametrize("strategy", [*ALONE, SlowMo(Gossip(), period=2)], ids=repr)
-def test_a_closure_changes_nothing(strategy: Strategy) -> None:
-    plain = threads(3, strategy, 5)
-    closed = run_threads(3, lambda comm: with_closure(comm, strategy, momentum, 5))
-    assert all(torch.equal(x, y) for x, y in zip(plain, closed, strict=True))
-
-
-def test_an_optimizer_that_evaluates_several_times_a_step_keeps_replicas_equal() -> None:
-    def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(model.parameters(), lr=0.3, max_iter=4)
-
-    x, y = run_threads(2, lambda comm: with_closure(comm, AllReduce(), lbfgs, 3))
-    assert torch.equal(x, y)
-    model = net()
-    optimizer = lbfgs(model)
-    for step in range(3):
-
-        def closure(step: int = step) -> Tensor:
-            optimizer.zero_grad()
-            losses = [(model(x) - y).square().mean() / 2 for x, y in (batch(0, step), batch(1, step))]
-            sum(losses, torch.zeros(())).backward()
-            return torch.stack(losses).sum()
-
-        optimizer.step(closure)
-    torch.testing.assert_close(x, flat(model), rtol=1e-3, atol=1e-4)
-
-
-@dataclass(frozen=True)
-class Halving(Strategy):
-    """Halves each gradient before the step."""
-
-    @cached_property
-    def traits(self) -> Traits:
-        return Traits(reads_gradient=True)
-
-    def before_step(self, r: Replica) -> None:
-        r.g.mul_(0.5)
-
-
-@pytest.mark.parametrize("closed", [False, True])
-def test_a_strategy_may_rewrite_the_gradient_before_the_step(closed: bool) -> None:
-    def sgd(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.1)
-
-    model = net()
-    expected = bare(model, torch.optim.SGD(model.parameters(), lr=0.05), 4)
-    if closed:
-        found = with_closure(None, Halving(), sgd, 4)
-    else:
-        found = flat(steps(attach(None, Halving(), optimizer=sgd), batches(0, 4)).model)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(x, flat(serial(3, drawn(nn.EmbeddingBag(6, 2)), sgd, loss=loss)))
 
 
 # -- the wire ----------------------------------------------------------------------------------------------------------
@@ -580,17 +444,6 @@ def test_detach_removes_every_hook_and_leaves_a_model_that_trains_alone() -> Non
     (sent, x), (other_sent, y) = run_threads(2, work)
     assert sent == other_sent == 0
     assert not torch.equal(x, y)
-
-
-def test_a_detached_model_can_be_attached_again() -> None:
-    def work(comm: Comm) -> Tensor:
-        worker = steps(attach(comm, LocalSGD(2)), batches(comm.rank, 4))
-        worker.detach()
-        again = thinwire.attach(worker.model, momentum(worker.model), AllReduce(), comm=comm)
-        return flat(steps(again, batches(comm.rank, 4)).model)
-
-    x, y = run_threads(2, work)
-    assert torch.equal(x, y)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

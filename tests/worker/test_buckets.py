@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.engine import attach, batch, batches, drawn, flat, momentum
+from tests.engine import attach, batches, drawn, flat, serial, squared_error, steps
 from thinwire import AllReduce, Comm, CountingComm, Quantize, run_threads
 from thinwire.core.comm.work import Work, completed
 from thinwire.core.replica.flat import lay_out, views
@@ -128,25 +128,16 @@ class Contrary(nn.Module):
 
 def contrary(comm: Comm) -> Tensor:
     """Each rank's gradients are ready in an order of their own."""
-    worker = attach(comm, AllReduce(), model=drawn(Contrary(comm.rank)))
-    for x, y in batches(comm.rank, 3):
-        worker.optimizer.zero_grad()
-        (worker.model(x) - y).square().mean().backward()
-        worker.optimizer.step()
-    return flat(worker.model)
+    return flat(steps(attach(comm, AllReduce(), model=drawn(Contrary(comm.rank))), batches(comm.rank, 3)).model)
 
 
 def oracle_contrary(size: int) -> Tensor:
-    model = drawn(Contrary(0))
-    optimizer = momentum(model)
-    for step in range(3):
-        optimizer.zero_grad()
-        for rank in range(size):
-            model.rank = rank
-            x, y = batch(rank, step)
-            ((model(x) - y).square().mean() / size).backward()
-        optimizer.step()
-    return flat(model)
+    def loss(model: nn.Module, rank: int, step: int) -> Tensor:
+        contrary.rank = rank
+        return squared_error(model, rank, step)
+
+    contrary = drawn(Contrary(0))
+    return flat(serial(3, contrary, size=size, loss=loss))
 
 
 def test_ranks_whose_layers_run_in_opposite_orders_exchange_the_same_buckets() -> None:

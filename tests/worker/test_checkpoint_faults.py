@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
-import random
 import signal
 import threading
 from collections.abc import Callable
@@ -19,13 +18,14 @@ from torch import Tensor
 
 from tests.engine import attach, batches, flat, net, steps
 from tests.grids import fast_where
+from tests.worker.rotten import STEP, home, json_of, tensors_of
 from thinwire import CheckpointError, Comm, LocalSGD, SlowMo, Worker, run_threads
 from thinwire.core.storage.files import write_atomically
 
 RECIPE = SlowMo(LocalSGD(2), period=3)
 
 
-def saved(folder: Path, size: int = 2, count: int = 3) -> None:
+def saved(folder: Path, size: int = 2, count: int = STEP) -> None:
     run_threads(size, lambda comm: steps(attach(comm, RECIPE), batches(comm.rank, count)).save(folder))
 
 
@@ -42,14 +42,6 @@ def load(comm: Comm, folder: Path) -> str | int:
     return worker.step
 
 
-def tensors_of(folder: Path, rank: int) -> Path:
-    return next((folder / "step-00000003").glob(f"rank-{rank:04d}-*.safetensors"))
-
-
-def json_of(folder: Path, rank: int) -> Path:
-    return folder / "step-00000003" / f"rank-{rank:04d}.json"
-
-
 # -- damaged files -----------------------------------------------------------------------------------------------------
 
 
@@ -61,9 +53,9 @@ def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-def flip(path: Path, position: int | None = None, bit: int = 3) -> None:
+def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[len(content) // 2 if position is None else position] ^= 1 << bit
+    content[len(content) // 2] ^= 8
     path.write_bytes(content)
 
 
@@ -96,25 +88,15 @@ def test_damage_is_named_on_every_rank_and_nothing_is_loaded(kind: str, tmp_path
     assert message[0] == message[1]
     with pytest.raises(CheckpointError, match=words):
         raise CheckpointError(message[0])
-    assert f"Remove {tmp_path / 'step-00000003'}" in str(message[0])
-
-
-@pytest.mark.parametrize("seed", fast_where(lambda seed: seed < 5, range(20)))
-def test_every_flipped_bit_is_detected(seed: int, tmp_path: Path) -> None:
-    saved(tmp_path, size=1)
-    draw = random.Random(seed)
-    path = draw.choice([json_of(tmp_path, 0), tensors_of(tmp_path, 0)])
-    flip(path, draw.randrange(len(path.read_bytes())), draw.randrange(8))
-    (message,) = run_threads(1, lambda comm: load(comm, tmp_path))
-    assert path.name in str(message)
+    assert f"Remove {home(tmp_path)}" in str(message[0])
 
 
 def test_without_the_damaged_checkpoint_the_one_before_is_loaded(tmp_path: Path) -> None:
     saved(tmp_path, count=2)
-    saved(tmp_path, count=3)
+    saved(tmp_path)
     flip(tensors_of(tmp_path, 0))
     assert all("rank-0000" in str(message) for message in run_threads(2, lambda comm: load(comm, tmp_path)))
-    for file in (tmp_path / "step-00000003").iterdir():
+    for file in home(tmp_path).iterdir():
         file.unlink()
     assert run_threads(2, lambda comm: load(comm, tmp_path)) == [2, 2]
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import thinwire
 from tests.problems import Quadratic, flat, quadratic
+from tests.rules import for_each
 from thinwire import (
     EASGD,
     AllReduce,
@@ -21,9 +22,11 @@ from thinwire import (
     ConfigError,
     Gossip,
     LeaderGradientDescent,
+    Local,
     LocalSGD,
     MinibatchLocalSGD,
     Probe,
+    PushSum,
     Replica,
     SlowMo,
     Strategy,
@@ -43,7 +46,13 @@ def searching(model: nn.Module) -> torch.optim.Optimizer:
     return lbfgs(model, line_search_fn="strong_wolfe", lr=1.0)
 
 
-def run(comm: Comm | None, strategy: Strategy, make: Make, steps: int = 4, n: int = 3) -> tuple[Tensor, list[int]]:
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def run(
+    comm: Comm | None, strategy: Strategy, make: Make, steps: int = 4, n: int = 3, *, closed: bool = True
+) -> tuple[Tensor, list[int]]:
     """One rank's parameters after every step, and how many gradients each step evaluated."""
     problem = quadratic(n, DOUBLE)
     model = problem.model()
@@ -61,7 +70,11 @@ def run(comm: Comm | None, strategy: Strategy, make: Make, steps: int = 4, n: in
             worker.record_batch(loss=loss)
             return loss
 
-        optimizer.step(closure)
+        if closed:
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
         seen.append(flat(model))
     worker.detach()
     return torch.stack(seen), evaluations
@@ -101,25 +114,18 @@ def test_under_all_reduce_lbfgs_minimises_the_mean_loss_as_one_process_would(str
         assert evaluations[0] > 1
 
 
-def test_under_local_sgd_each_worker_runs_its_own_lbfgs_between_averages() -> None:
+def test_between_averages_each_worker_runs_its_own_lbfgs_which_a_slow_step_follows() -> None:
     problem = quadratic(3, DOUBLE)
     expected = torch.stack(
         [alone(problem, lambda model, rank=rank: problem.loss(model, rank, 0), lbfgs, 2) for rank in range(3)]
     )
-    found = torch.stack([x for x, _ in thinwire.run_threads(3, lambda comm: run(comm, LocalSGD(2), lbfgs, 2))])
-    assert torch.allclose(found[:, 0], expected[:, 0], rtol=0, atol=1e-12)
-    assert torch.allclose(found[:, 1], expected[:, 1].mean(0).expand(3, -1), rtol=0, atol=1e-12)
-
-
-def test_under_slow_momentum_a_slow_step_follows_the_lbfgs_steps_of_a_round() -> None:
-    problem = quadratic(3, DOUBLE)
-    expected = torch.stack(
-        [alone(problem, lambda model, rank=rank: problem.loss(model, rank, 0), lbfgs, 2) for rank in range(3)]
-    )
-    strategy = SlowMo(period=2, momentum=0.5, lr=0.5)
-    found = torch.stack([x for x, _ in thinwire.run_threads(3, lambda comm: run(comm, strategy, lbfgs, 2))])
-    slow = problem.start + 0.5 * (expected[:, 1].mean(0) - problem.start)
-    assert torch.allclose(found[:, 1], slow.expand(3, -1), rtol=0, atol=1e-12)
+    mean = expected[:, 1].mean(0)
+    slow = problem.start + 0.5 * (mean - problem.start)
+    for strategy, end in ((LocalSGD(2), mean), (SlowMo(period=2, momentum=0.5, lr=0.5), slow)):
+        results = thinwire.run_threads(3, lambda comm, s=strategy: run(comm, s, lbfgs, 2))
+        found = torch.stack([x for x, _ in results])
+        assert torch.allclose(found[:, 0], expected[:, 0], rtol=0, atol=1e-12)
+        assert torch.allclose(found[:, 1], end.expand(3, -1), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -172,30 +178,25 @@ def test_an_unknown_optimizer_that_evaluates_several_gradients_is_refused_at_its
         run(None, Doubled(), lbfgs, n=1)
 
 
-def test_a_gradient_that_the_strategy_rewrites_is_rewritten_within_the_closure() -> None:
-    found, _ = run(None, Doubled(), lambda model: torch.optim.SGD(model.parameters(), lr=0.1), n=1)
-    expected, _ = run(None, LocalSGD(), lambda model: torch.optim.SGD(model.parameters(), lr=0.2), n=1)
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_gradient_that_the_strategy_rewrites_is_rewritten_within_the_closure_too(closed: bool) -> None:
+    found, _ = run(None, Doubled(), sgd, n=1, closed=closed)
+    expected, _ = run(None, LocalSGD(), lambda model: sgd(model, 0.2), n=1)
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("strategy", [Gossip(), EASGD(2), LeaderGradientDescent(0.3), MinibatchLocalSGD(2)], ids=str)
+@for_each(
+    [
+        *(AllReduce(), LocalSGD(2), Gossip(), Gossip(order="after"), PushSum(), Local(), SlowMo(Gossip(), period=2)),
+        *(EASGD(2), LeaderGradientDescent(0.3), MinibatchLocalSGD(2)),
+    ]
+)
 def test_a_closure_that_is_evaluated_once_trains_as_without_it(strategy: Strategy) -> None:
-    def without(comm: Comm) -> Tensor:
-        problem = quadratic(3, DOUBLE)
-        model = problem.model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        worker = thinwire.attach(model, optimizer, strategy, comm=comm)
-        for k in range(4):
-            optimizer.zero_grad()
-            loss = problem.loss(model, comm.rank, k)
-            loss.backward()
-            worker.record_batch(loss=loss)
-            optimizer.step()
-        return flat(model)
-
-    make: Make = lambda model: torch.optim.SGD(model.parameters(), lr=0.1)  # noqa: E731
-    found = thinwire.run_threads(3, lambda comm: run(comm, strategy, make)[0][-1])
-    assert all(torch.equal(x, y) for x, y in zip(found, thinwire.run_threads(3, without), strict=True))
+    within, without = (
+        thinwire.run_threads(3, lambda comm, c=closed: run(comm, strategy, sgd, closed=c)[0])
+        for closed in (True, False)
+    )
+    assert all(map(torch.equal, within, without))
 
 
 @pytest.mark.parametrize("strategy", [Gossip(), EASGD(1), LeaderGradientDescent(0.3)], ids=str)
@@ -205,7 +206,7 @@ def test_hooks_run_once_a_step_however_often_the_gradient_is_evaluated(strategy:
         _, evaluations = run(comm, strategy, lbfgs)
         several = comm.meter.messages - before
         before = comm.meter.messages
-        run(comm, strategy, lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+        run(comm, strategy, sgd)
         assert sum(evaluations) > 4
         return several, comm.meter.messages - before
 

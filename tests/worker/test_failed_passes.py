@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thinwire
-from tests.engine import attach, batch, flat, net, steps
+from tests.engine import attach, batch, endings, flat, steps
 from tests.pool import run_processes
+from tests.rules import for_each
 from thinwire import (
     DQSGD,
     AllReduce,
@@ -21,7 +22,6 @@ from thinwire import (
     Comm,
     CommError,
     CompressedMomentum,
-    ConfigError,
     CountingComm,
     ErrorFeedback,
     LocalSGD,
@@ -141,44 +141,27 @@ def test_a_quantizer_that_plans_by_earlier_passes_keeps_its_replicas_equal() -> 
     assert all(torch.equal(x, found[0][0]) and bool(x.isfinite().all()) for x, _ in found)
 
 
-def errors(size: int, work: Callable[[Comm], object]) -> list[str]:
-    """What every thread raises."""
-
-    def body(comm: Comm) -> str:
-        with pytest.raises((MismatchError, ConfigError)) as found:
-            work(comm)
-        return f"{type(found.value).__name__}: {found.value}"
-
-    return thinwire.run_threads(size, body, timeout=10)
-
-
 @pytest.mark.parametrize("where", [FIRST, LAST])
 @pytest.mark.parametrize("codec", [None, ErrorFeedback(OneBit(8))], ids=str)
 def test_a_batch_that_fails_on_some_ranks_only_is_an_error_that_names_them_on_all(where: str, codec: Any) -> None:
     def work(comm: Comm) -> None:
         careless(attach(comm, AllReduce(codec)), {2: where} if comm.rank == 1 else {})
 
-    for rank, text in enumerate(errors(3, work)):
+    for rank, text in enumerate(endings(3, work)):
         assert text.startswith(f"MismatchError: rank {rank}, step 2: the backward pass of rank 1 was stopped")
 
 
-def test_a_failed_rank_that_evaluates_next_is_named_too() -> None:
+def evaluate(worker: Worker) -> None:
+    with worker.consensus():
+        pass
+
+
+@for_each([evaluate, lambda worker: worker.load("nowhere"), Worker.detach])
+def test_a_failed_rank_that_evaluates_or_goes_back_or_ends_next_is_named_too(act: Callable[[Worker], object]) -> None:
     def work(comm: Comm) -> None:
-        worker = careless(attach(comm, AllReduce()), {2: LAST} if comm.rank == 2 else {}, count=3)
-        with worker.consensus():
-            pass
+        act(careless(attach(comm, AllReduce()), {2: LAST} if comm.rank == 2 else {}, count=3))
 
-    for rank, text in enumerate(errors(3, work)):
-        assert f"rank {rank}, step 2: the backward pass of rank 2 was stopped" in text
-
-
-@pytest.mark.parametrize("call", ["load", "detach"])
-def test_a_failed_rank_that_goes_back_or_ends_is_named_too(call: str) -> None:
-    def work(comm: Comm) -> None:
-        worker = careless(attach(comm, AllReduce()), {2: LAST} if comm.rank == 2 else {}, count=3)
-        worker.load("nowhere") if call == "load" else worker.detach()
-
-    for rank, text in enumerate(errors(3, work)):
+    for rank, text in enumerate(endings(3, work)):
         assert f"rank {rank}, step 2: the backward pass of rank 2 was stopped" in text
 
 
@@ -195,7 +178,7 @@ def test_a_failed_rank_whose_data_end_is_named_too() -> None:
                 continue
             worker.optimizer.step()
 
-    for text in errors(3, work):
+    for text in endings(3, work):
         assert "step 2: the backward pass of rank 1 was stopped" in text
 
 
@@ -204,7 +187,7 @@ def test_a_step_after_a_failed_pass_is_an_error_on_all_ranks(ranks: Sequence[int
     def work(comm: Comm) -> None:
         careless(attach(comm, AllReduce()), {2: LAST} if comm.rank in ranks else {}, step_anyway=True)
 
-    for rank, text in enumerate(errors(3, work)):
+    for rank, text in enumerate(endings(3, work)):
         assert text.startswith(f"ConfigError: rank {rank}, step 2: rank {ranks[0]} called optimizer.step() after")
 
 
@@ -212,7 +195,7 @@ def test_gradients_that_were_not_freed_after_a_failed_pass_are_refused() -> None
     def work(comm: Comm) -> None:
         careless(attach(comm, AllReduce()), {2: FIRST}, none=False)
 
-    for text in errors(2, work):
+    for text in endings(2, work):
         assert text.startswith("ConfigError: ")
         assert "Call optimizer.zero_grad(set_to_none=True)" in text
 
@@ -236,25 +219,6 @@ def test_passes_that_fail_while_gradients_accumulate_locally_are_the_ranks_own_m
 
     found = thinwire.run_threads(3, work, timeout=10)
     assert all(torch.equal(x, found[0]) for x in found)
-
-
-def test_a_pass_within_a_pass_does_not_end_the_outer_one() -> None:
-    def work(comm: Comm) -> tuple[Tensor, Tensor]:
-        found: list[Tensor] = []
-        for reentrant in (True, False):
-            worker = attach(comm, AllReduce(), model=net())
-            for number in range(3):
-                x, y = batch(comm.rank, number)
-                inner = lambda h, worker=worker: worker.model[1](worker.model[0](h))  # noqa: E731
-                h = torch.utils.checkpoint.checkpoint(inner, x.requires_grad_(), use_reentrant=reentrant)
-                worker.optimizer.zero_grad()
-                (worker.model[2](h) - y).square().mean().backward()
-                worker.optimizer.step()
-            found.append(flat(worker.model))
-        return found[0], found[1]
-
-    for reentrant, plain in thinwire.run_threads(2, work, timeout=10):
-        torch.testing.assert_close(reentrant, plain)
 
 
 def test_local_methods_leave_out_a_failed_batch() -> None:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.utils.data import DataLoader
 
 import thinwire
-from tests.engine import attach, batch, batches, drawn, flat, net, steps
+from tests.engine import attach, batch, batches, drawn, endings, flat, net, sgd, steps
 from tests.pool import run_processes
 from tests.problems import Irregular
 from thinwire import (
@@ -31,28 +31,10 @@ from thinwire import (
     PushSum,
     SlowMo,
     Strategy,
-    ThinwireError,
     Worker,
 )
 
 CODED = LocalSGD(period=2, codec=ErrorFeedback(OneBit(8)))
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def endings(size: int, work: Callable[[Comm], object]) -> list[str]:
-    """The error of each thread."""
-
-    def told(comm: Comm) -> str:
-        try:
-            work(comm)
-        except ThinwireError as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
-
-    return thinwire.run_threads(size, told, timeout=20)
 
 
 # -- weights that are loaded after attach ------------------------------------------------------------------------------
@@ -227,20 +209,7 @@ def test_a_first_step_with_a_learning_rate_of_zero_is_a_step() -> None:
 def test_equal_batches_are_reported_once(strategy: Strategy, closure: bool, caplog: pytest.LogCaptureFixture) -> None:
     def work(comm: Comm) -> None:
         worker = attach(comm, strategy)
-        for step in range(6):
-            x, y = batch(comm.rank % 2, step)  # ranks 0 and 2 read the same
-
-            def loss(x: Tensor = x, y: Tensor = y) -> Tensor:
-                worker.optimizer.zero_grad()
-                found = (worker.model(x) - y).square().mean()
-                found.backward()
-                return found
-
-            if closure:
-                worker.optimizer.step(loss)
-            else:
-                loss()
-                worker.optimizer.step()
+        steps(worker, batches(comm.rank % 2, 6), closed=closure)  # ranks 0 and 2 read the same
 
     with caplog.at_level(logging.WARNING, "thinwire"):
         thinwire.run_threads(3, work)
@@ -315,20 +284,7 @@ def with_an_optimizer_that_sends(strategy: str, closure: bool) -> str:
     optimizer = Sharing(model.parameters(), dist.broadcast)
     worker = thinwire.attach(model, optimizer, strategy)
     try:
-        for step in range(2):
-            x, y = batch(worker.rank, step)
-
-            def loss(x: Tensor = x, y: Tensor = y) -> Tensor:
-                optimizer.zero_grad()
-                found = (model(x) - y).square().mean()
-                found.backward()
-                return found
-
-            if closure:
-                optimizer.step(loss)
-            else:
-                loss()
-                optimizer.step()
+        steps(worker, batches(worker.rank, 2), closed=closure)
         worker.detach()
     except ConfigError as error:
         return str(error)

@@ -14,6 +14,7 @@ from torch import nn
 import thinwire
 from tests.engine import drawn, momentum, net
 from tests.pool import run_processes
+from tests.rules import for_each
 from thinwire import AllReduce, Comm, Complete, Gossip, LocalSGD, MismatchError, run_threads
 from thinwire.worker.handshake import agree, fingerprint, first_difference, gather_texts
 
@@ -153,7 +154,7 @@ def refusal(comm: Comm | None, different: bool, name: str) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("name", list(MUTATIONS))
+@for_each(MUTATIONS)
 def test_the_error_names_two_ranks_and_the_first_difference_on_every_rank(name: str) -> None:
     errors = run_threads(4, lambda comm: refusal(comm, comm.rank == 2, name), timeout=10)
     assert len(set(errors)) == 1

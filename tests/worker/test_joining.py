@@ -154,11 +154,7 @@ def test_scalers_stay_equal_on_ranks_without_data(strategy: Strategy) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
         worker = attach(comm, strategy, scaler=scaler)
         for step, (x, y) in enumerate(worker.join(batches(comm.rank, [0, 5, 2][comm.rank]))):
-            worker.optimizer.zero_grad()
-            loss = (worker.model(x) - y).square().mean()
-            scaler.scale(loss * (float("inf") if step == 3 else 1.0)).backward()
-            scaler.step(worker.optimizer)
-            scaler.update()
+            steps(worker, [(x, y)], scaler=scaler, factor=lambda _, step=step: float("inf") if step == 3 else 1.0)
         return flat(worker.model), scaler.get_scale(), worker.step
 
     found = run_threads(3, work)

@@ -96,16 +96,10 @@ def test_all_reduce_equals_ddp_after_twenty_steps() -> None:
 def skipped(strategy: Strategy) -> tuple[list[float], float, int]:
     """Five steps with a scaler; the third overflows on rank 1."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
+    third = float("inf") if dist.get_rank() == 1 else 1.0
     worker = attach(None, strategy, scaler=scaler)
-    for step, (x, y) in enumerate(batches(dist.get_rank(), 5)):
-        worker.optimizer.zero_grad()
-        loss = (worker.model(x) - y).square().mean()
-        scaler.scale(loss * float("inf") if step == 2 and dist.get_rank() == 1 else loss).backward()
-        scaler.step(worker.optimizer)
-        scaler.update()
-    with worker.consensus():
-        agreed = flat(worker.model).tolist()
-    return agreed, scaler.get_scale(), worker.step
+    steps(worker, batches(worker.rank, 5), scaler=scaler, factor=lambda step: third if step == 2 else 1.0)
+    return agreed(worker), scaler.get_scale(), worker.step
 
 
 def agreed(worker: Worker) -> list[float]:

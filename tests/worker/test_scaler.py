@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engine import attach, batch, batches, flat, momentum, net, threads
+from tests.engine import attach, batch, batches, flat, momentum, net, steps, threads
 from tests.grids import fast_where
 from thinwire import (
     AllReduce,
@@ -101,7 +101,7 @@ def with_residuals(comm: Comm, strategies: list[Strategy], folder: Path | None, 
     """Twelve steps, at a third of which each recipe begins; with a folder, by way of a checkpoint without the scale."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2, enabled=enabled)
     worker = attach(comm, strategies[0], scaler=scaler)
-    for step, (x, y) in enumerate(batches(comm.rank, 12)):
+    for step, data in enumerate(batches(comm.rank, 12)):
         if step in (4, 8) and folder is not None:
             worker.save(folder / str(step))
             worker = attach(comm, strategies[0], scaler=scaler)
@@ -110,10 +110,7 @@ def with_residuals(comm: Comm, strategies: list[Strategy], folder: Path | None, 
             assert any("error" in name for name in worker.switch(strategies[step // 4]).kept)
         if step == 10 and enabled:
             scaler.update(4.0)
-        worker.optimizer.zero_grad()
-        scaler.scale((worker.model(x) - y).square().mean()).backward()
-        scaler.step(worker.optimizer)
-        scaler.update()
+        steps(worker, [data], scaler=scaler)
     state = worker.replicas[0].state
     return [flat(worker.model), *(state[name] for name in sorted(state) if "error" in name)]
 
@@ -145,12 +142,9 @@ def test_an_overflow_leaves_residuals_as_they_were() -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
         worker = attach(comm, FEEDBACK[0], scaler=scaler)
         state = worker.replicas[0].state
-        for step, (x, y) in enumerate(batches(comm.rank, 3)):
+        for step, data in enumerate(batches(comm.rank, 3)):
             before = {name: each.clone() for name, each in state.items()}
-            worker.optimizer.zero_grad()
-            scaler.scale((worker.model(x) - y).square().mean() * (float("inf") if step == 2 else 1.0)).backward()
-            scaler.step(worker.optimizer)
-            scaler.update()
+            steps(worker, [data], scaler=scaler, factor=lambda _, step=step: float("inf") if step == 2 else 1.0)
         assert before
         assert all(torch.equal(each, state[name]) for name, each in before.items())
 
@@ -160,13 +154,7 @@ def test_an_overflow_leaves_residuals_as_they_were() -> None:
 def test_a_disabled_scaler_changes_nothing() -> None:
     def work(comm: Comm) -> Tensor:
         scaler = torch.amp.GradScaler("cpu", enabled=False)
-        worker = attach(comm, LocalSGD(2), scaler=scaler)
-        for x, y in batches(comm.rank, 5):
-            worker.optimizer.zero_grad()
-            scaler.scale((worker.model(x) - y).square().mean()).backward()
-            scaler.step(worker.optimizer)
-            scaler.update()
-        return flat(worker.model)
+        return flat(steps(attach(comm, LocalSGD(2), scaler=scaler), batches(comm.rank, 5), scaler=scaler).model)
 
     plain = threads(2, LocalSGD(2), 5)
     assert all(torch.equal(x, y) for x, y in zip(run_threads(2, work), plain, strict=True))
@@ -193,11 +181,8 @@ def test_detach_restores_the_scaler() -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         worker = attach(comm, LocalSGD(2), scaler=scaler)
         worker.detach()
-        sent = comm.meter.payload_bytes
-        x, y = batch(comm.rank, 0)
-        scaler.scale((worker.model(x) - y).square().mean() * (float("inf") if comm.rank else 1.0)).backward()
-        before = flat(worker.model)
-        scaler.step(worker.optimizer)
+        sent, before = comm.meter.payload_bytes, flat(worker.model)
+        steps(worker, batches(comm.rank, 1), scaler=scaler, factor=lambda _: float("inf") if comm.rank else 1.0)
         assert comm.meter.payload_bytes == sent
         return torch.equal(before, flat(worker.model))
 
