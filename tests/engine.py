@@ -14,15 +14,10 @@ from torch import Tensor, nn
 
 import thinwire
 from tests.problems import flat
-from thinwire import Comm, Strategy, ThinwireError, Worker
+from thinwire import Comm, OneBitAdam, Strategy, ThinwireError, Worker
 
 Model = TypeVar("Model", bound=nn.Module)
 Batch = tuple[Tensor, Tensor]
-
-__all__ = [
-    *("Batch", "Mixed", "attach", "batch", "batches", "drawn", "endings", "flat", "momentum", "net"),
-    *("serial", "sgd", "squared_error", "steps", "threads"),
-]
 
 
 def drawn(model: Model, seed: int = 0) -> Model:
@@ -68,9 +63,17 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def one_bit_adam(model: nn.Module) -> torch.optim.Optimizer:
+    return OneBitAdam(model.parameters(), lr=0.02)
+
+
 def attach(
     comm: Comm | None,
-    strategy: Strategy,
+    strategy: Strategy | str,
     *,
     model: nn.Module | None = None,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = momentum,
@@ -107,7 +110,7 @@ def steps(
             return loss
 
         if closed:
-            worker.optimizer.step(closure)  # pyright: ignore[reportArgumentType]
+            worker.optimizer.step(closure)
             continue
         closure()
         if scaler is None:

@@ -19,7 +19,8 @@ pytest.importorskip("obstore")
 pytest.importorskip("cryptography")
 
 from tests.buckets import Process, environment, serve
-from tests.worker.test_rendezvous import build, flat
+from tests.problems import flat
+from tests.worker.test_rendezvous import build
 from thinwire import attach
 from thinwire.core.comm.bucket import BucketConnector
 from thinwire.core.comm.liveness import State

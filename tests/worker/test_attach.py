@@ -460,9 +460,11 @@ def test_an_optimizer_without_anything_to_train_is_refused() -> None:
         thinwire.attach(model, momentum(model), AllReduce())
 
 
-def test_sparse_parameters_are_refused_by_name() -> None:
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_sparse_parameters_are_refused_by_name(layout: torch.layout) -> None:
     model = nn.Module()
-    model.table = nn.Parameter(torch.eye(3).to_sparse())
+    model.table = nn.Parameter(torch.eye(3).to_sparse(layout=layout))
     with pytest.raises(ConfigError, match="table has layout"):
         thinwire.attach(model, torch.optim.SGD([model.table], lr=0.1), AllReduce())
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import thinwire
-from tests.engine import Mixed, attach, batches, drawn, flat, momentum, net, steps
+from tests.engine import Mixed, adamw, attach, batches, drawn, flat, momentum, net, steps
 from tests.pool import run_processes
 from tests.problems import Irregular
 from thinwire import (
@@ -49,10 +49,6 @@ STRATEGIES = [
     SlowMo(LocalSGD(2), period=4, momentum=0.4, lr=0.9),
     SlowMo(PushSum(Irregular()), period=3),
 ]
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
 def two_rates(model: nn.Module) -> torch.optim.Optimizer:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import thinwire
-from tests.engine import attach, batch, endings, flat, steps
+from tests.engine import attach, batch, endings, flat, one_bit_adam, steps
 from tests.pool import run_processes
 from tests.rules import for_each
 from thinwire import (
@@ -27,7 +27,6 @@ from thinwire import (
     LocalSGD,
     MismatchError,
     OneBit,
-    OneBitAdam,
     Strategy,
     Worker,
 )
@@ -99,10 +98,6 @@ def without(strategy: Strategy, left_out: Iterable[int], size: int = 3, **settin
         return flat(steps(attach(comm, strategy, **settings), [batch(comm.rank, n) for n in numbers]).model)
 
     return thinwire.run_threads(size, work, timeout=10)
-
-
-def one_bit_adam(model: nn.Module) -> torch.optim.Optimizer:
-    return OneBitAdam(model.parameters(), lr=0.02)
 
 
 STRATEGIES: list[tuple[Strategy, dict[str, Any]]] = [

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-import thinwire
+from tests.engine import attach, batches, sgd, steps
 from tests.pool import run_processes
 from thinwire import ConfigError
 from thinwire.core.comm.group import GroupComm
@@ -46,14 +46,8 @@ def in_fork(work: Callable[[], object]) -> str:
 
 
 def attached(recipe: str) -> tuple[nn.Module, Worker]:
-    model = nn.Linear(4, 2)
-    return model, thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), recipe, timeout=20)
-
-
-def train(model: nn.Module, worker: Worker) -> None:
-    worker.optimizer.zero_grad()
-    model(torch.full((2, 4), 1.0 + worker.comm.rank)).sum().backward()
-    worker.optimizer.step()
+    model = nn.Linear(3, 2)
+    return model, attach(None, recipe, model=model, optimizer=sgd, timeout=20)
 
 
 def fork_after_detach(recipe: str) -> list[str]:
@@ -62,7 +56,7 @@ def fork_after_detach(recipe: str) -> list[str]:
     gc.disable()  # so that a fork collects what the parent has left
     for _ in range(2):
         model, worker = attached(recipe)
-        train(model, worker)
+        steps(worker, batches(worker.rank, 1))
         worker.detach()
         del model, worker
         found.append(in_fork(gc.collect))
@@ -78,7 +72,7 @@ def fork_without_detach(recipe: str) -> tuple[str, str, str, bool]:
     gc.freeze()
     gc.disable()
     model, worker = attached(recipe)
-    train(model, worker)
+    steps(worker, batches(worker.rank, 1))
     left: list[Any] = [model, worker]
     del model, worker
     dropped = in_fork(lambda: (left.clear(), gc.collect()))
@@ -90,8 +84,7 @@ def fork_without_detach(recipe: str) -> tuple[str, str, str, bool]:
             pass
 
     used = in_fork(save)
-    for _ in range(3):  # the parent continues
-        train(model, worker)
+    steps(worker, batches(worker.rank, 3))  # the parent continues
     with worker.consensus():
         norm = model.weight.detach().norm().reshape(1)
     others = [row.item() for row in worker.comm.all_gather(norm).wait()]
@@ -125,8 +118,8 @@ def attach_and_detach_often(recipe: str) -> tuple[list[int], list[int]]:
     descriptors: list[int] = []
     gc.disable()  # nothing is left to it
     for _ in range(4):
-        model, worker = attached(recipe)
-        train(model, worker)
+        _, worker = attached(recipe)
+        steps(worker, batches(worker.rank, 1))
         worker.detach()
         worker.detach()  # does nothing
         threads.append(len(list(Path("/proc/self/task").iterdir())))
@@ -150,8 +143,7 @@ def call_after_detach() -> str:
     except ConfigError as error:
         text = str(error)
     # One that the user has made stays open.
-    worker = thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "LocalSGD(period=2)", comm=comm)
-    worker.detach()
+    attach(comm, "LocalSGD(period=2)", model=model).detach()
     return f"{text} {comm.all_reduce_(torch.ones(1)).wait().item()}"
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import thinwire
 from tests.elastic.fleets import Kill, run_fleet, survivors
-from tests.engine import attach, batch, flat, net
+from tests.engine import attach, batch, batches, endings, flat, net, steps
 from thinwire import AllReduce, Comm, ConfigError, LocalSGD, Paced, Worker, run_threads
 from thinwire.elastic.sampler import batch_share
 from thinwire.worker.global_batch import GlobalBatch, shares
@@ -124,28 +124,17 @@ def test_twenty_losses_and_joins_keep_the_global_batch() -> None:
 
 
 def test_what_cannot_have_a_global_batch_is_refused_on_all_ranks() -> None:
-    def error(comm: Comm, strategy: thinwire.Strategy, samples: int) -> str:
-        with pytest.raises(ConfigError) as found:
-            attach(comm, strategy, global_batch=samples)
-        return str(found.value)
-
-    for text in run_threads(3, lambda comm: error(comm, AllReduce(), 2)):
-        assert text.startswith("global_batch=2 with 3 workers: each worker needs at least one sample")
-    assert run_threads(2, lambda comm: error(comm, AllReduce(), 0))[1].startswith("global_batch=0: must be at least 1")
-    assert "do not take each step together" in run_threads(2, lambda comm: error(comm, Paced(LocalSGD(4)), 8))[0]
+    for size, strategy, samples, words in (
+        (3, AllReduce(), 2, "global_batch=2 with 3 workers: each worker needs at least one sample"),
+        (2, AllReduce(), 0, "global_batch=0: must be at least 1"),
+        (2, Paced(LocalSGD(4)), 8, "do not take each step together"),
+    ):
+        attached = lambda comm, strategy=strategy, n=samples: attach(comm, strategy, global_batch=n)  # noqa: E731
+        assert all(words in text for text in endings(size, attached))
 
 
 def test_a_step_whose_share_was_not_read_is_refused() -> None:
-    def train(comm: Comm) -> str:
-        worker = attach(comm, AllReduce(), global_batch=8)
-        x, y = batch(comm.rank, 0)
-        with pytest.raises(ConfigError) as found:
-            (worker.model(x) - y).square().mean().backward()
-        return str(found.value)
-
-    assert all(
-        "Call batch_share(worker) of thinwire.elastic.sampler before each step" in text
-        for text in run_threads(2, train)
-    )
+    for text in endings(2, lambda comm: steps(attach(comm, AllReduce(), global_batch=8), batches(comm.rank, 1))):
+        assert "Call batch_share(worker) of thinwire.elastic.sampler before each step" in text
     with pytest.raises(ConfigError, match="attach got no global batch"):
         batch_share(attach(None, AllReduce()))

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import thinwire
 from tests.battery.runs import everything
-from tests.engine import Mixed, attach, batch, batches, drawn, endings, flat, net, steps
+from tests.engine import Mixed, adamw, attach, batch, batches, drawn, endings, flat, net, one_bit_adam, steps
 from tests.pool import run_processes
 from thinwire import (
     AllReduce,
@@ -26,7 +26,6 @@ from thinwire import (
     LocalSGD,
     NonFiniteError,
     OneBit,
-    OneBitAdam,
     PushSum,
     Strategy,
     Worker,
@@ -35,10 +34,6 @@ from thinwire.worker.compatibility import check_policy
 
 BAD_STEP = 2
 Damage = Callable[[Worker], None]
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
 def train(
@@ -69,10 +64,6 @@ def errors(strategy: Strategy, ranks: tuple[int, ...] = (1,), *, size: int = 3, 
         return str(found.value)
 
     return thinwire.run_threads(size, work, timeout=10)
-
-
-def one_bit_adam(model: nn.Module) -> torch.optim.Optimizer:
-    return OneBitAdam(model.parameters(), lr=0.02)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from tests.engine import attach, batch, batches, drawn, flat, momentum, steps
+from tests.engine import adamw, attach, batch, batches, drawn, flat, momentum, steps
 from tests.pool import run_processes
 from tests.worker.test_attach import Picky
 from tests.worker.test_buckets import contrary, oracle_contrary
@@ -33,10 +33,6 @@ class Pictures(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x.repeat(1, 24).view(-1, 2, 6, 6)))
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
 def train(

@@ -19,6 +19,7 @@ pytest.importorskip("obstore")
 pytest.importorskip("cryptography")
 
 from tests.buckets import Process, environment, faulty, serve, url_of
+from tests.problems import flat
 from thinwire import Comm, Worker, attach, run_threads
 from thinwire.core.storage.bucket import KEY, new_key
 from thinwire.errors import CommTimeoutError, ConfigError, MismatchError
@@ -55,10 +56,6 @@ def train(worker: Worker, model: nn.Module, optimizer: torch.optim.Optimizer, un
         optimizer.zero_grad()
         (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
         optimizer.step()
-
-
-def flat(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().view(-1).clone() for p in model.parameters()])
 
 
 def run(

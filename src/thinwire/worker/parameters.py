@@ -43,7 +43,7 @@ def trained(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     if not named:
         raise ConfigError("the optimizer holds no trainable parameter of this model. Pass model.parameters() to it")
     for name, parameter in named.items():
-        if parameter.is_sparse or parameter.layout != torch.strided:
+        if parameter.layout != torch.strided:
             raise ConfigError(f"{name} has layout {parameter.layout}: only dense parameters can be trained")
         if parameter.is_complex():
             raise ConfigError(
