@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import thinwire
 from tests.coreset.test_selection import alike, same
 from tests.oracles.coreset import apart, cost, points
+from tests.rules import refusals
 from thinwire import Comm, ConfigError
 from thinwire.cli import main
 from thinwire.cli import select as command
@@ -52,8 +53,7 @@ def test_a_file_that_holds_no_coreset_is_refused(tmp_path: Path) -> None:
 X = points(12)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
+test_arguments_that_cannot_work_are_refused_in_words = refusals(
     [
         ({}, "one of budget, fraction and cover"),
         ({"budget": 3, "fraction": 0.1}, "budget=3, fraction=0.1"),
@@ -83,14 +83,11 @@ X = points(12)
         ({"budget": 3, "labels": ["a", 1, None] * 4}, "one number or one text for each point"),
         ({"budget": 3, "labels": [[1], [2, 3]]}, "one number or one text for each point"),
     ],
+    lambda arguments: select(X, **arguments),
 )
-def test_arguments_that_cannot_work_are_refused_in_words(arguments: dict[str, object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        select(X, **arguments)
 
 
-@pytest.mark.parametrize(
-    ("features", "words"),
+test_features_that_cannot_be_used_are_refused_in_words = refusals(
     [
         (X[0], r"need a matrix \[n, d\]"),
         (X[:0], r"features \[0, 5\]"),
@@ -109,10 +106,8 @@ def test_arguments_that_cannot_work_are_refused_in_words(arguments: dict[str, ob
         ([[1.0, 2.0]], r"features are a list: .* np\.asarray"),
         (None, "features are a NoneType"),
     ],
+    lambda features: select(features, budget=1),
 )
-def test_features_that_cannot_be_used_are_refused_in_words(features: Tensor, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        select(features, budget=1)
 
 
 SPARSE: dict[str, Callable[[Tensor], Any]] = {

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.oracles import coreset_training as oracle
+from tests.rules import for_each, refusals
 from thinwire.coreset.proxies import (
     LastLayer,
     OuterDistances,
@@ -227,14 +228,13 @@ def test_scaled_weights_have_mean_one() -> None:
     assert torch.allclose(chosen.scaled, torch.tensor([0.2, 1.8], dtype=torch.float64))
 
 
-@pytest.mark.parametrize("fraction", [0.0, -0.1, 1.1, float("nan")])
+@for_each([0.0, -0.1, 1.1, float("nan")])
 def test_a_fraction_out_of_range_is_refused(fraction: float) -> None:
     with pytest.raises(ConfigError, match=r"must lie in \(0, 1\]"):
         budget_of(fraction, 100)
 
 
-@pytest.mark.parametrize(
-    ("indices", "weights", "words"),
+test_a_subset_that_makes_no_sense_is_refused = refusals(
     [
         ([], [], "at least 1 point"),
         ([0, 10], [1.0, 1.0], r"must lie in 0\.\.9"),
@@ -243,10 +243,10 @@ def test_a_fraction_out_of_range_is_refused(fraction: float) -> None:
         ([0], [float("nan")], "positive number"),
         ([0, 1], [1.0], "as many weights"),
     ],
+    lambda indices, weights: Subset(
+        torch.tensor(indices, dtype=torch.int64), torch.tensor(weights, dtype=torch.float64), 10
+    ),
 )
-def test_a_subset_that_makes_no_sense_is_refused(indices: list[int], weights: list[float], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        Subset(torch.tensor(indices, dtype=torch.int64), torch.tensor(weights, dtype=torch.float64), 10)
 
 
 # -- strata ------------------------------------------------------------------------------------------------------------

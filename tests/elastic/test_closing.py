@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.oracles.late import replay
-from thinwire import ConfigError
+from tests.rules import refusals
 from thinwire.elastic.closing import Closer, CloseRule, Closing, Contribution, discount, owner
 from thinwire.planning.plan.late import Fleet, simulate
 
@@ -190,8 +190,7 @@ def test_any_order_of_arrivals_equals_the_oracle(late: str, coded: bool, seed: i
     assert torch.allclose(points[-1], found, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
+test_what_is_wrong_is_refused = refusals(
     [
         (lambda: CloseRule(quorum=0.0), r"quorum=0.0: must lie in \(0, 1\]"),
         (lambda: CloseRule(tokens=-1.0), "tokens=-1.0: must be finite"),
@@ -200,11 +199,8 @@ def test_any_order_of_arrivals_equals_the_oracle(late: str, coded: bool, seed: i
             lambda: Closer(CloseRule(), "a", "a", now=0.0).apply(Closing(2, ()), 0.0),
             "Apply those of the rounds between",
         ),
-    ],
+    ]
 )
-def test_what_is_wrong_is_refused(make: object, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        make()  # type: ignore[operator]
 
 
 def test_one_slow_worker_of_four_costs_little_and_its_work_counts() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import thinwire
+from tests.rules import refusals
 from thinwire.cli import main
 from thinwire.core.comm.bucket import BucketComm
 from thinwire.core.storage.bucket import Bucket
@@ -130,18 +131,15 @@ def test_the_card_shows_a_day(capsys):
     assert "this run makes" in shown and "requests and" in shown and "refused" not in shown
 
 
-@pytest.mark.parametrize(
-    ("text", "prices", "words"),
+test_mistakes_are_refused = refusals(
     [
         ("40ms", None, "must be LATENCY,UP,DOWN"),
         ("40ms,20mbit,fast", None, "'fast'"),
         ("40ms,20mbit,50mbit", "1,2", "must be PUT,GET,OUT"),
-        ("40ms,20mbit,50mbit", "-1,0,0", "put_price=-1.0 is invalid"),
+        ("40ms,20mbit,50mbit", "-1,0,0", "put_price=-1.0: must be finite and not negative"),
     ],
+    parse_store,
 )
-def test_mistakes_are_refused(text, prices, words):
-    with pytest.raises(ConfigError, match=words):
-        parse_store(text, prices)
 
 
 def test_options_without_a_bucket_are_refused(capsys):

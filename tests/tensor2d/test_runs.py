@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.pool import run_processes
+from tests.rules import refusals
 from thinwire.cli import main
 from thinwire.errors import ConfigError
 from thinwire.lab.runs import RunFolder, resolve
@@ -81,8 +82,7 @@ def test_split_copies_train_like_whole_ones_and_resume_where_they_were_saved(tmp
     assert lamb[1] < lamb[0] + 1
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
+test_what_cannot_be_cut_is_refused_before_any_worker_is_started = refusals(
     [
         ({"tensor_parallel": "2x"}, "must be ROWSxCOLUMNS"),
         ({"tensor_parallel": "2x3"}, r"4 workers % 6 must be 0, because a 2x3 mesh has 6 ranks. Use 6 workers"),
@@ -92,10 +92,8 @@ def test_split_copies_train_like_whole_ones_and_resume_where_they_were_saved(tmp
         ({"tensor_parallel": "4x1", "optimizer": "onebit-lamb"}, "Use onebit-adam or lamb"),
         ({"tensor_parallel": "4x1", "task": "digits", "model": None}, "only language models are cut"),
     ],
+    lambda more: settings(4, **more),
 )
-def test_what_cannot_be_cut_is_refused_before_any_worker_is_started(more: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        settings(4, **more)
 
 
 def test_the_model_is_of_the_first_size_that_the_mesh_divides() -> None:

@@ -13,6 +13,7 @@ from torch.optim import SGD
 
 from tests.engine import attach, batches, flat, net, sgd, squared_error, steps
 from tests.pool import run_processes
+from tests.rules import for_each
 from thinwire import Comm, ConfigError, MismatchError, Worker, run_threads
 
 CALLS: dict[str, Callable[[Worker, Path], object]] = {
@@ -103,7 +104,7 @@ def set_by_hand(comm: Comm) -> None:
     worker.optimizer.step()
 
 
-@pytest.mark.parametrize("body", [before_attach, within_no_sync, set_by_hand])
+@for_each([before_attach, within_no_sync, set_by_hand])
 def test_gradients_that_were_not_exchanged_are_refused(body: Callable[[Comm], None]) -> None:
     with pytest.raises(ConfigError, match=r"step \d: optimizer\.step\(\) with a gradient of \d\.\w+ that no backward"):
         run_threads(2, body)

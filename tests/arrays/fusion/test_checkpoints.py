@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from tests.arrays.fusion.test_life import Wide, same, whole, wide
-from tests.arrays.fusion.test_training import CASES, Net, X, Y, close, loss, train
+from tests.arrays.fusion.test_training import CASES, Net, X, Y, close, holds, loss, train
 from tests.oracles.fusion import make, seeded
 from thinwire.arrays import fusion
 from thinwire.arrays.fusion import autotune, checkpoints, fuse
@@ -274,8 +274,7 @@ def test_one_model_of_an_array_continues_as_a_separate_run(name: str, slot: int)
         torch.set_rng_state(generator)
         for step in range(5, 12):
             trained_once(model, theirs, scheduler, step)
-    ours = array.extract(slot).state_dict()
-    assert all(close(ours[key], tensor) for key, tensor in model.state_dict().items())
+    assert holds(array, slot, model)
     assert theirs.param_groups[0]["lr"] == optimizer.hyperparameters(slot)["lr"]
 
 
@@ -360,8 +359,7 @@ def test_copies_of_a_model_with_layers_of_its_own_count_their_own_steps() -> Non
         alone.zero_grad()
         loss(model, step).backward()
         alone.step()
-    ours = array.extract(1).state_dict()
-    assert all(close(ours[key], tensor) for key, tensor in model.state_dict().items())
+    assert holds(array, 1, model)
 
 
 def test_layers_that_differ_continue_from_disk_after_their_models_have_changed_places(tmp_path: Path) -> None:

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.profiler import ProfilerActivity, profile
 
-from tests.arrays.fusion.test_training import Net, X, Y, close, loss, train
+from tests.arrays.fusion.test_training import Net, X, Y, close, holds, loss, train
 from tests.oracles.fusion import copies, make, seeded, state_of, trained, values, weighed
+from tests.rules import for_each, refusals
 from thinwire.arrays import fusion
 from thinwire.arrays.fusion import Each, autotune, autotune_cache, clear_autotune_cache, fuse
 from thinwire.errors import ConfigError
@@ -87,8 +88,7 @@ def test_compaction_is_bitwise_and_the_survivors_train_on_as_by_themselves() -> 
         model = make(Net, 4)[index]
         theirs = torch.optim.Adam(model.parameters(), lr=RATES[index])
         trained(model, theirs, 20, loss, scheduler=lr_scheduler.StepLR(theirs, 2, 0.5), seed=index)
-        ours = array.extract(slot).state_dict()
-        assert all(close(ours[key], tensor) for key, tensor in model.state_dict().items())
+        assert holds(array, slot, model)
 
 
 def test_a_graph_that_is_still_alive_does_not_disturb_the_selected_array() -> None:
@@ -131,8 +131,7 @@ def test_an_inserted_model_trains_as_a_separate_run_and_the_others_do_not_change
     alone = copy.deepcopy(fresh)
     theirs = torch.optim.Adam(alone.parameters(), lr=0.02)
     trained(alone, theirs, 12, loss, scheduler=lr_scheduler.ExponentialLR(theirs, 0.9), seed=77)
-    ours = array.extract(1).state_dict()
-    assert all(close(ours[key], tensor) for key, tensor in alone.state_dict().items())
+    assert holds(array, 1, alone)
     assert close(optimizer.extract(1)["state"][0]["exp_avg_sq"], theirs.state_dict()["state"][0]["exp_avg_sq"])
 
 
@@ -149,8 +148,7 @@ def test_a_run_by_itself_goes_on_in_a_slot(name: str) -> None:
     optimizer.insert(2, theirs.state_dict())
     train(array, optimizer, steps=range(10))
     trained(model, theirs, 10, loss, seed=5)
-    ours = array.extract(2).state_dict()
-    assert all(close(ours[key], tensor) for key, tensor in model.state_dict().items())
+    assert holds(array, 2, model)
 
 
 class Pair(nn.Module):
@@ -188,27 +186,22 @@ def test_a_run_that_stepped_only_some_parameters_goes_on_in_a_slot(name: str) ->
     assert all(map(close, array.extract(0).parameters(), alone.parameters()))
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "words"),
+@for_each(
     [
-        ("Adam", {"amsgrad": True}, "amsgrad=True in the state and False here"),
-        ("Adam", {"maximize": True}, "maximize=True in the state and False here"),
-        ("SGD", {"maximize": True}, "maximize=True in the state and False here"),
-        ("Adam", {"decoupled_weight_decay": True}, "decoupled_weight_decay=True"),
-        ("RMSprop", {"centered": True}, "centered=True"),
-    ],
+        *(("Adam", "amsgrad"), ("Adam", "maximize"), ("SGD", "maximize")),
+        *(("Adam", "decoupled_weight_decay"), ("RMSprop", "centered")),
+    ]
 )
-def test_a_run_with_another_formula_is_refused_and_changes_nothing(
-    name: str, options: dict[str, Any], words: str
-) -> None:
+def test_a_run_with_another_formula_is_refused_and_changes_nothing(case: tuple[str, str]) -> None:
+    name, option = case
     model = make(Net, 1, seed=4)[0]
-    theirs = getattr(torch.optim, name)(model.parameters(), lr=0.05, **options)
+    theirs = getattr(torch.optim, name)(model.parameters(), lr=0.05, **{option: True})
     trained(model, theirs, 2, loss)
     array = fuse(make(Net), seeds=range(3))
     optimizer = getattr(fusion, name)(array.parameters(), lr=0.01)
     train(array, optimizer, steps=range(2))
     before = optimizer.extract(1)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=f"{option}=True in the state and False here"):
         optimizer.insert(1, theirs.state_dict())
     assert repr(optimizer.extract(1)) == repr(before)
 
@@ -261,8 +254,7 @@ def test_layers_that_differ_are_looped_over_and_train_as_by_themselves() -> None
     for index, model in enumerate(copies(models)):
         theirs = torch.optim.Adam(model.parameters(), lr=RATES[index], weight_decay=0.1 * index)
         trained(model, theirs, 20, loss, max_norm=[1.0, 0.5, 2.0][index])
-        ours = array.extract(index).state_dict()
-        assert all(close(ours[key], tensor) for key, tensor in model.state_dict().items())
+        assert holds(array, index, model)
         for number, entry in theirs.state_dict()["state"].items():
             assert all(close(optimizer.extract(index)["state"][number][key], value) for key, value in entry.items())
 
@@ -366,8 +358,7 @@ def changed(**settings: Any) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, settings.pop("channels", 4), 3, **settings), nn.ReLU())
 
 
-@pytest.mark.parametrize(
-    ("other", "words"),
+test_models_that_differ_are_refused_with_the_layer_and_the_difference = refusals(
     [
         (lambda: changed(stride=2), r"layer '0' \(Conv2d\): stride is \(1, 1\) in one and \(2, 2\)"),
         (lambda: changed(channels=5), r"layer '0' \(Conv2d\): parameter bias is float32\[4\]"),
@@ -376,12 +367,10 @@ def changed(**settings: Any) -> nn.Module:
         (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.ReLU()), "layer '2'.* in one of them only"),
         (lambda: changed().requires_grad_(False), "frozen"),
         (lambda: changed().eval(), "training is True in one and False"),
-        (lambda: changed().double(), "float64"),
+        (lambda: changed().double(), "models 0 and 2 differ in structure.*float64"),
     ],
+    lambda other: fuse([changed(), changed(), other()]),
 )
-def test_models_that_differ_are_refused_with_the_layer_and_the_difference(other: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=rf"models 0 and 2 differ in structure.*{words}"):
-        fuse([changed(), changed(), other()])
 
 
 class Constant(nn.Module):
@@ -460,7 +449,7 @@ UNLIKE: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", UNLIKE)
+@for_each(UNLIKE)
 def test_objects_and_functions_that_differ_are_refused(name: str) -> None:
     one, other = UNLIKE[name]
     assert fuse([Holding(one()), Holding(one())]).size == 2

@@ -112,6 +112,12 @@ def close(ours: Any, theirs: Any, tolerance: float = 1e-10) -> bool:
     return one.shape == other.shape and bool(torch.allclose(one, other, rtol=tolerance, atol=tolerance))
 
 
+def holds(array: Any, slot: int, model: nn.Module) -> bool:
+    """Whether a slot of the array has the model's tensors."""
+    ours = array.extract(slot).state_dict()
+    return all(close(ours[name], tensor) for name, tensor in model.state_dict().items())
+
+
 @pytest.mark.parametrize(
     ("name", "rows"),
     fast_where(lambda each: each in (("SGD", True), ("AdamW", False)), product(CASES, (True, False))),
@@ -125,8 +131,7 @@ def test_fifty_steps_equal_separate_training_with_mixed_hyperparameters_and_sche
     for index, model in enumerate(copies(models)):
         theirs = getattr(torch.optim, name)(model.parameters(), **one_of(CASES[name], index))
         trained(model, theirs, STEPS, loss, scheduler=SCHEDULES[index](theirs), max_norm=most[index], seed=index)
-        ours = array.extract(index).state_dict()
-        assert all(close(ours[key], tensor) for key, tensor in model.state_dict().items())
+        assert holds(array, index, model)
         state, expected = optimizer.extract(index), theirs.state_dict()
         for number, entry in expected["state"].items():
             assert all(close(state["state"][number][key], value) for key, value in entry.items() if value is not None)
@@ -143,8 +148,7 @@ def test_adam_with_the_same_numbers_for_all_is_adam(amsgrad: bool) -> None:
     train(array, fusion.Adam(array.parameters(), lr=0.01, amsgrad=amsgrad), steps=range(20))
     for index, model in enumerate(copies(models)):
         trained(model, torch.optim.Adam(model.parameters(), lr=0.01, amsgrad=amsgrad), 20, loss, seed=index)
-        ours = array.extract(index).state_dict()
-        assert all(close(ours[key], tensor) for key, tensor in model.state_dict().items())
+        assert holds(array, index, model)
 
 
 def test_lamb_equals_the_paper_s_loop() -> None:
@@ -159,8 +163,7 @@ def test_lamb_equals_the_paper_s_loop() -> None:
     train(array, fusion.LAMB(array.parameters(), **settings))
     for index, model in enumerate(copies(models)):
         trained(model, LoopedLamb(model, **one_of(settings, index)), STEPS, loss, seed=index)  # type: ignore[arg-type]
-        ours = array.extract(index).state_dict()
-        assert all(close(ours[key], tensor) for key, tensor in model.state_dict().items())
+        assert holds(array, index, model)
 
 
 EVERY_SCHEDULE: list[Callable[[Any], Any]] = [
@@ -304,17 +307,6 @@ def test_dropout_draws_the_masks_of_a_run_by_itself(rates: list[float], layer: A
     )
 
 
-@pytest.mark.parametrize("loop", [False, True])
-@pytest.mark.parametrize("layer", [nn.Dropout, nn.Dropout2d, nn.AlphaDropout])
-def test_a_rate_of_zero_or_one_draws_nothing_as_in_torch(layer: Any, loop: bool) -> None:
-    models = [nn.Sequential(layer(rate), nn.Dropout(0.5)) for rate in (0.0, 1.0, 0.3)]
-    x = values(4, 2, 5, 5)
-    ours = fuse(models, seeds=[5, 6, 7], loop=loop)(x)
-    for index, model in enumerate(models):
-        with seeded(5 + index):
-            assert close(ours[index], model(x), 1e-12)
-
-
 @pytest.mark.filterwarnings("ignore:dropout2d")
 @pytest.mark.parametrize("loop", [False, True])
 @pytest.mark.parametrize(
@@ -373,22 +365,6 @@ def test_without_seeds_masks_differ_between_models_and_have_their_rates() -> Non
     assert not torch.equal(same[0], same[1])
 
 
-class Noisy(nn.Module):
-    """Adds noise by three functions of torch."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.randn_like(x) + torch.rand(x.shape[0], 1, dtype=x.dtype) + torch.rand_like(x)
-
-
-@pytest.mark.parametrize("loop", [False, True])
-def test_noise_is_that_of_a_run_by_itself(loop: bool) -> None:
-    x = values(4, 5)
-    ours = fuse([Noisy() for _ in range(3)], seeds=[4, 5, 6], loop=loop)(x)
-    for index in range(3):
-        with seeded(4 + index):
-            assert torch.equal(ours[index], Noisy()(x))
-
-
 def test_models_made_here_with_seeds_are_runs_by_themselves_from_the_start() -> None:
     array = fuse(Net, [{"rate": rate} for rate in (0.1, 0.2)], seeds=[8, 9])
     x = X[0].float()
@@ -424,8 +400,7 @@ def test_a_scaler_holds_up_only_the_model_that_overflows() -> None:
             genuine[index].update()
             assert scaler.extract(index) == genuine[index].state_dict()
     for index, model in enumerate(alone):
-        ours = array.extract(index).state_dict()
-        assert all(close(ours[key], tensor) for key, tensor in model.state_dict().items())
+        assert holds(array, index, model)
 
 
 def test_clipping_by_value_and_by_norm_is_every_model_s_own() -> None:
@@ -467,8 +442,7 @@ def test_groups_of_parameters_have_hyperparameters_of_their_own() -> None:
             {"params": [own["bias"]], "weight_decay": 0.3},
         ]
         trained(model, torch.optim.SGD(alone, lr=0.2, weight_decay=[0.0, 0.1, 0.2][index]), 5, loss)
-        ours = array.extract(index).state_dict()
-        assert all(close(ours[key], tensor) for key, tensor in model.state_dict().items())
+        assert holds(array, index, model)
 
 
 @pytest.mark.parametrize(
@@ -516,8 +490,7 @@ def test_parameters_that_are_one_number_are_scaled_clipped_and_trained(name: str
             else LoopedLamb(model, lr=RATES[index], betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
         )
         trained(model, own, 4, loss, max_norm=0.5)
-        ours = array.extract(index).state_dict()
-        assert all(close(ours[key], tensor) for key, tensor in model.state_dict().items())
+        assert holds(array, index, model)
 
 
 class Masked(nn.Module):

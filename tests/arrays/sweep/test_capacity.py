@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.rules import refusals
 from thinwire.arrays.fusion import autotune
 from thinwire.arrays.sweep import sweeping
 from thinwire.arrays.sweep.plan import Plan, Setting
@@ -119,9 +120,11 @@ def test_a_space_is_partitioned_by_what_cannot_be_fused(plan: Plan) -> None:
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("hyperparameters", "words"),
-    [
+def test_a_hyperparameter_that_is_unknown_or_out_of_its_range_is_refused_by_name(plan: Plan) -> None:
+    cases: list[Any] = [
+        ({"dropout": 0.1}, "there are alpha, batch_size"),
+        ({"lr": "fast"}, "must be a number"),
+        ({"optimizer": "lion"}, "lion"),
         ({"lr": -0.1}, "lr=-0.1: must be finite and not negative"),
         ({"eps": float("inf")}, "eps=inf"),
         ({"beta1": 1.0}, r"beta1=1.0: must lie in \[0, 1\)"),
@@ -129,11 +132,8 @@ def test_a_space_is_partitioned_by_what_cannot_be_fused(plan: Plan) -> None:
         ({"batch_size": 16.5}, "batch_size=16.5: must be a whole number"),
         ({"batch_size": float("nan")}, "batch_size=nan: must be a whole number"),
         ({"model_size": "huge"}, "model_size='huge': digits has"),
-    ],
-)
-def test_a_hyperparameter_out_of_its_range_is_refused_by_name(hyperparameters: Any, words: str, plan: Plan) -> None:
-    with pytest.raises(ConfigError, match=words):
-        plan.setting(hyperparameters)
+    ]
+    refusals(cases, plan.setting)()
 
 
 def test_a_setting_holds_only_what_can_be_trained() -> None:

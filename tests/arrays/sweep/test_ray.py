@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.arrays.sweep.ray_runs import KIND, TIMEOUT_SECONDS
+from tests.rules import for_each
 from thinwire.arrays.fusion import autotune
 from thinwire.arrays.sweep import ray_tune
 from thinwire.arrays.sweep.plan import Plan
@@ -318,7 +319,7 @@ def test_a_pack_reports_its_best_member() -> None:
     assert summary(outcomes[1:2], 6)["loss"] == math.inf
 
 
-@pytest.mark.parametrize("config", [{}, {"lr": 0.1}, {"members": []}, {"members": [0.1]}])
+@for_each([{}, {"lr": 0.1}, {"members": []}, {"members": [0.1]}])
 def test_a_configuration_that_is_not_a_pack_is_refused(config: Any) -> None:
     with pytest.raises(ConfigError, match="a pack is"):
         members_of(config)

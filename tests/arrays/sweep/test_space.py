@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from thinwire import ConfigError
+from tests.rules import for_each, refusals
 from thinwire.arrays.sweep.space import Choices, Range, Space, parse_domain
 from thinwire.arrays.sweep.sweeping import largest_that_fits
 from thinwire.arrays.sweep.trials import Halving, Outcome, Trial, partition, ranked
@@ -18,8 +18,7 @@ def outcome(number: int, loss: float, steps: int = 10) -> Outcome:
     return Outcome(Trial(number, {}), loss, 0.0, steps)
 
 
-@pytest.mark.parametrize(
-    ("text", "domain"),
+@for_each(
     [
         ("log:1e-4:1e-1", Range(1e-4, 1e-1, "log")),
         ("0:0.95", Range(0, 0.95)),
@@ -30,13 +29,13 @@ def outcome(number: int, loss: float, steps: int = 10) -> Outcome:
         ("0.1", Choices((0.1,))),
     ],
 )
-def test_domains_are_read_and_written(text: str, domain: Range | Choices) -> None:
+def test_domains_are_read_and_written(case: tuple[str, Range | Choices]) -> None:
+    text, domain = case
     assert parse_domain(text) == domain
     assert parse_domain(str(domain)) == domain
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
+test_text_that_is_not_a_domain_is_refused = refusals(
     [
         ("log:0:1", "begins above 0"),
         ("1:0", "must be finite and rise"),
@@ -48,10 +47,8 @@ def test_domains_are_read_and_written(text: str, domain: Range | Choices) -> Non
         ("1,,2", "an empty value"),
         ("0:inf", "must be finite"),
     ],
+    parse_domain,
 )
-def test_text_that_is_not_a_domain_is_refused(text: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        parse_domain(text)
 
 
 def test_a_trial_s_draw_depends_on_its_number_only() -> None:
@@ -97,12 +94,6 @@ def test_trials_equal_in_what_cannot_be_fused_share_an_array() -> None:
     trials = [Trial(i, {"lr": 0.1 * i, "batch_size": size}) for i, size in enumerate([16, 32, 16, 32, 16])]
     groups = partition(trials, {"lr"})
     assert [[trial.number for trial in group] for group in groups] == [[0, 2, 4], [1, 3]]
-
-
-@pytest.mark.parametrize(("first", "keep", "words"), [(0, 3, "at least 1"), (5, 1, "at least 2")])
-def test_impossible_halving_is_refused(first: int, keep: int, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        Halving(first=first, keep=keep)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 64, 100])

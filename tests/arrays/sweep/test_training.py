@@ -112,21 +112,6 @@ def test_a_sampler_that_does_not_exist_is_refused() -> None:
         sampler_of("grid", Space({}), seed=0)
 
 
-@pytest.mark.parametrize(
-    ("hyperparameters", "words"),
-    [
-        ({"dropout": 0.1}, "there are alpha, batch_size"),
-        ({"lr": "fast"}, "must be a number"),
-        ({"optimizer": "lion"}, "lion"),
-    ],
-)
-def test_hyperparameters_that_do_not_exist_are_refused_by_name(
-    plan: Plan, hyperparameters: dict[str, float | str], words: str
-) -> None:
-    with pytest.raises(ConfigError, match=words):
-        plan.setting(hyperparameters)
-
-
 def test_trials_that_cannot_be_fused_are_refused_as_one_array(plan: Plan) -> None:
     with pytest.raises(ConfigError, match="Partition them"):
         TrialArray(plan, [Trial(0, {"batch_size": 8}), Trial(1, {"batch_size": 16})])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor
 
 from tests.core.comm.calls import CALLS, SIZES, figures
+from tests.rules import for_each, refusals
 from thinwire import (
     Comm,
     CommTimeoutError,
-    ConfigError,
     CountingComm,
     MismatchError,
     PeerLostError,
@@ -29,10 +30,9 @@ from thinwire.core.comm.work import Meter, Work, completed
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", list(CALLS))
-def test_threads_return_what_the_call_promises(name: str, size: int) -> None:
-    call, expected = CALLS[name]
+@for_each(product(CALLS, SIZES))
+def test_threads_return_what_the_call_promises(case: tuple[str, int]) -> None:
+    (call, expected), size = CALLS[case[0]], case[1]
     found = run_threads(size, lambda comm: call(comm), timeout=10)
     assert found == [expected(rank, size) for rank in range(size)]
 
@@ -110,17 +110,13 @@ def test_different_calls_are_named_on_both_sides() -> None:
     assert [type(end) for end in outcomes(2, work)] == [MismatchError, MismatchError]
 
 
-@pytest.mark.parametrize("other", [torch.zeros(4), torch.zeros(3, dtype=torch.float64)], ids=["size", "dtype"])
-@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_gather"])
-def test_different_vectors_are_named(name: str, other: Tensor) -> None:
+@for_each(product(("all_reduce_", "broadcast_", "all_gather"), (torch.zeros(4), torch.zeros(3, dtype=torch.float64))))
+def test_different_vectors_are_named(case: tuple[str, Tensor]) -> None:
+    name, other = case
+
     def work(comm: Comm) -> None:
         x = other.clone() if comm.rank else torch.zeros(3)
-        calls = {
-            "all_reduce": lambda: comm.all_reduce_(x),
-            "broadcast": lambda: comm.broadcast_(x, 0),
-            "all_gather": lambda: comm.all_gather(x),
-        }
-        calls[name]().wait()
+        getattr(comm, name)(x, *[0] * (name == "broadcast_")).wait()
 
     with pytest.raises(MismatchError, match=r"3 x float32"):
         run_threads(2, work)
@@ -246,8 +242,7 @@ def test_a_timeout_names_the_rank_that_does_not_answer_and_none_that_waits_itsel
     assert words[2].endswith("; rank 0 is not answering")
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
+test_calls_that_cannot_work_are_refused = refusals(
     [
         (lambda: CountingComm(4, 4), r"rank=4: must lie in 0\.\.3 for 4 workers"),
         (lambda: CountingComm(-1, 4), r"rank=-1"),
@@ -255,19 +250,15 @@ def test_a_timeout_names_the_rank_that_does_not_answer_and_none_that_waits_itsel
         (lambda: CountingComm(0, 2).all_to_all([torch.zeros(1)], [1]), r"all_to_all got 1 vectors and 1 sizes"),
         (lambda: CountingComm(0, 2).send_recv(torch.zeros(1), [0], [1]), r"rank 0 sends to itself in send_recv"),
         (lambda: CountingComm(1, 2).send_recv(torch.zeros(1), [0], [1]), r"rank 1 sends to itself in send_recv"),
-    ],
+    ]
 )
-def test_calls_that_cannot_work_are_refused(call: Callable[[], Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        call()
 
 
 # -- bytes and seconds -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_bytes_are_those_of_the_formulas(size: int) -> None:
-    n = size
+@for_each([2, 3, 5])
+def test_bytes_are_those_of_the_formulas_and_counting_and_threads_count_alike(n: int) -> None:
     expected = {
         "all_reduce": 2 * (n - 1) / n * 40 + 2 * (n - 1) / n * 20,
         "broadcast": (n - 1) / n * 40,
@@ -275,13 +266,9 @@ def test_bytes_are_those_of_the_formulas(size: int) -> None:
         "all_to_all": 4.0 * sum(j + 1 for j in range(n) if j != n - 1),
         "send_recv": 24.0,
     }
-    assert figures(CountingComm(n - 1, n)) == pytest.approx(expected)
-    assert run_threads(n, figures)[n - 1] == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_counting_and_threads_count_alike(size: int) -> None:
-    assert run_threads(size, figures) == [figures(CountingComm(rank, size)) for rank in range(size)]
+    counted = [figures(CountingComm(rank, n)) for rank in range(n)]
+    assert counted[-1] == pytest.approx(expected)
+    assert run_threads(n, figures) == counted
 
 
 def test_counting_works_on_a_billion_elements_that_do_not_exist() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.rules import for_each
 from thinwire import Comm, ConfigError, run_threads
 from thinwire.core.comm.mailbox import frame, zeromq
 from thinwire.core.comm.mailbox.frame import DamagedError, Header, Kind, bytes_of, dtype_number, parse
@@ -30,7 +31,7 @@ def framed(x: Tensor, **changes: Any) -> list[memoryview]:
     return [memoryview(bytearray(header.pack())), *([memoryview(bytearray(data))] if data.nbytes else [])]
 
 
-@pytest.mark.parametrize("x", [torch.arange(5.0), torch.arange(12.0).view(3, 4).t(), torch.tensor([True]), LIKE[:0]])
+@for_each([torch.arange(5.0), torch.arange(12.0).view(3, 4).t(), torch.tensor([True]), LIKE[:0]])
 def test_a_frame_is_read_back_as_it_was_written(x: Tensor) -> None:
     found = parse(framed(x), **PLACE)
     assert found is not None
@@ -53,8 +54,7 @@ def test_a_length_that_is_no_multiple_of_the_dtype_s_is_damage() -> None:
         parse(parts, **PLACE)
 
 
-@pytest.mark.parametrize(
-    "parts",
+@for_each(
     [
         [b"GET / HTTP/1.1"],
         [b""],
@@ -65,8 +65,7 @@ def test_a_length_that_is_no_multiple_of_the_dtype_s_is_damage() -> None:
         framed(LIKE, dtype=99),
         framed(LIKE, kind=99),
         [bytes([frame.VERSION + 1]) + bytes(framed(LIKE)[0][1:]), b""],
-    ],
-    ids=["words", "empty", "noise", "run", "epoch", "to", "dtype", "kind", "version"],
+    ]
 )
 def test_what_is_not_meant_for_this_mailbox_is_foreign(parts: list[Any]) -> None:
     assert parse([memoryview(part) for part in parts], **PLACE) is None

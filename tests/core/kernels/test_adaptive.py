@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.core.kernels.natives import by_c as by_c
 from tests.core.kernels.natives import drawn, same, same_bits
 from tests.core.kernels.natives import implementation as implementation
 from tests.core.kernels.natives import library as library
+from tests.rules import for_each
 from thinwire import ConfigError
 from thinwire.core.kernels import adaptive
 from thinwire.core.kernels.reference import adaptive as reference
@@ -49,7 +51,7 @@ def kinds_of(sizes: tuple[int, ...]) -> list[list[Tensor]]:
 
 
 @pytest.mark.usefixtures("by_c")
-@pytest.mark.parametrize("decay", [0.0, 0.1])
+@for_each([0.0, 0.1])
 def test_directions_are_bit_by_bit_those_of_torch(decay: float) -> None:
     ours = kinds_of(SIZES)
     theirs = copied(ours)
@@ -63,7 +65,7 @@ def test_directions_are_bit_by_bit_those_of_torch(decay: float) -> None:
 
 
 @pytest.mark.usefixtures("by_c")
-@pytest.mark.parametrize("decay", [0.0, 0.1])
+@for_each([0.0, 0.1])
 def test_descents_are_bit_by_bit_those_of_torch(decay: float) -> None:
     momenta, before, frozen, _, ours = kinds_of(SIZES)
     theirs, directions = [x.clone() for x in ours], [m.clone() for m in momenta]
@@ -86,9 +88,9 @@ def gentle(n: int) -> list[Tensor]:
 
 
 @pytest.mark.usefixtures("implementation")
-@pytest.mark.parametrize("n", [1, 7, 500])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_directions_are_those_of_the_equations(n: int, dtype: torch.dtype) -> None:
+@for_each(product([1, 7, 500], [torch.float32, torch.float64]))
+def test_directions_are_those_of_the_equations(case: tuple[int, torch.dtype]) -> None:
+    n, dtype = case
     m, old, v, w, x = gentle(n)
     gradient = (m - 0.9 * old) / (1 - 0.9)
     w = 0.99 * w + (1 - 0.99) * gradient.square()
@@ -115,7 +117,7 @@ def test_steps_are_those_of_the_equations() -> None:
 
 
 @pytest.mark.usefixtures("implementation")
-@pytest.mark.parametrize("n", [3, 16, 21, 150])
+@for_each([3, 16, 21, 150])
 def test_the_largest_ratio_is_found_wherever_it_is_and_elements_that_do_not_exist_have_none(n: int) -> None:
     for place in range(n):
         frozen, fresh = torch.full((n,), 0.25), torch.full((n,), 100.0)
@@ -126,7 +128,7 @@ def test_the_largest_ratio_is_found_wherever_it_is_and_elements_that_do_not_exis
 
 
 @pytest.mark.usefixtures("implementation")
-@pytest.mark.parametrize("place", [0, 5, 40, 199])
+@for_each([0, 5, 40, 199])
 def test_nan_reaches_every_result(place: int) -> None:
     kinds = [[each.float(), each.float()] for each in gentle(200)]
     kinds[0][1][place] = math.nan
@@ -136,7 +138,7 @@ def test_nan_reaches_every_result(place: int) -> None:
 
 
 @pytest.mark.usefixtures("implementation")
-@pytest.mark.parametrize("decay", [0.0, 0.1])
+@for_each([0.0, 0.1])
 def test_tensors_may_lie_anywhere_and_in_any_order(decay: float) -> None:
     plain = [[each.float().view(2, 3, 5, 5)] for each in gentle(150)]
     apart = [[torch.cat([torch.zeros(1), x.reshape(-1)])[1:].view(x.shape) for x in each] for each in plain]

@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.core.kernels.natives import drawn, mixed, same_bits
 from tests.core.kernels.natives import implementation as implementation
 from tests.grids import fast_where
+from tests.rules import for_each
 from thinwire import ConfigError
 from thinwire.core.kernels import (
     decode_signs_,
@@ -56,10 +57,9 @@ def scales_of(payload: Tensor, count: int, scale_bytes: int) -> list[float]:
 # -- signs -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("block", "norm", "scale_bytes"), [(8, "l1", 4), (13, "l2", 2), (2048, "l2", 4), (64, "l1", 2)]
-)
-def test_signs_and_scales_are_those_of_the_formula(block: int, norm: str, scale_bytes: int) -> None:
+@for_each([(8, "l1", 4), (13, "l2", 2), (2048, "l2", 4), (64, "l1", 2)])
+def test_signs_and_scales_are_those_of_the_formula(case: tuple[int, str, int]) -> None:
+    block, norm, scale_bytes = case
     for n in SIZES:
         x, error = special(n), 0.3 * special(n + 1)[:n]
         residual, rest = x + error, error.clone()
@@ -101,7 +101,7 @@ def test_elements_that_do_not_exist_count_in_no_mean() -> None:
     assert scales_of(payload, 2, 4) == [3.0, 3.0]
 
 
-@pytest.mark.parametrize("norm", ["l1", "l2"])
+@for_each(["l1", "l2"])
 def test_a_scale_of_bf16_is_the_nearest_and_the_residual_is_measured_from_it(norm: str) -> None:
     x, error, decoded = drawn(4096), torch.zeros(4096), torch.empty(4096)
     wide = scales_of(encoded(x, None, block=256, norm=norm), 16, 4)
@@ -121,8 +121,9 @@ def test_what_was_decoded_and_the_residual_add_up_to_the_input() -> None:
     assert torch.allclose(decoded + error, total, atol=2e-4)
 
 
-@pytest.mark.parametrize(("n", "block", "scale_bytes"), [(1, 8, 4), (1000, 128, 2), (9001, 9001, 4), (5000, 11, 4)])
-def test_payloads_are_added_up_in_their_order(n: int, block: int, scale_bytes: int) -> None:
+@for_each([(1, 8, 4), (1000, 128, 2), (9001, 9001, 4), (5000, 11, 4)])
+def test_payloads_are_added_up_in_their_order(case: tuple[int, int, int]) -> None:
+    n, block, scale_bytes = case
     payloads = torch.stack([encoded(drawn(n, seed), None, block=block, scale_bytes=scale_bytes) for seed in range(5)])
     total, part, expected = torch.full((n,), 7.0), torch.empty(n), torch.zeros(n)
     for payload in payloads:
@@ -134,7 +135,7 @@ def test_payloads_are_added_up_in_their_order(n: int, block: int, scale_bytes: i
     assert not total.any()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@for_each([torch.bfloat16, torch.float16, torch.float64])
 def test_other_floats_and_strides_are_converted(dtype: torch.dtype) -> None:
     x, error = drawn(200).to(dtype)[::2], torch.zeros(200, dtype=dtype)[::2]
     rest = torch.zeros(100)
@@ -207,7 +208,7 @@ def codes_of(payload: Tensor, n: int, bits: int, head: int) -> list[int]:
     return [sum((at[bit * plane + i // 8] >> i % 8 & 1) << bit for bit in range(bits)) for i in range(n)]
 
 
-@pytest.mark.parametrize("bits", range(1, 9))
+@for_each(range(1, 9))
 def test_codes_are_those_of_the_formula(bits: int) -> None:
     for n in (0, 1, 7, 8, 9, 130, 1100):
         x, levels = special(n), 2 ** (bits - 1) - 1
@@ -254,7 +255,7 @@ def test_codes_are_right_in_the_mean(bits: int, norm: str) -> None:
     assert float((total / draws - x).abs().max()) < 5 * step / 2 / draws**0.5
 
 
-@pytest.mark.parametrize("bits", [2, 3, 5, 8])
+@for_each([2, 3, 5, 8])
 def test_with_dither_the_error_is_uniform_whatever_the_input(bits: int) -> None:
     for x in (drawn(1 << 15), torch.linspace(-1, 1, 1 << 15)):
         x[0] = 1.01 * x.abs().max()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.core.kernels.natives import drawn, mixed
 from tests.core.kernels.natives import implementation as implementation
+from tests.rules import for_each
 from thinwire import ConfigError, NonFiniteError
 from thinwire.core.kernels import (
     heavy,
@@ -36,7 +37,7 @@ def by_sorting(x: Tensor, k: int) -> list[int]:
 # -- the largest -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 16, 17, 100, 3001])
+@for_each([0, 1, 7, 8, 9, 16, 17, 100, 3001])
 def test_the_largest_are_those_that_sorting_finds(n: int) -> None:
     tied, tiny = (2 * drawn(n)).round(), drawn(n) * 1e-42
     special = drawn(n)
@@ -60,13 +61,13 @@ def test_ascending_numbers_are_handled() -> None:
     assert top_k(in_steps, 1500).equal(torch.cat([torch.arange(n - 2000, n - 1500), torch.arange(n - 1000, n)]))
 
 
-@pytest.mark.parametrize("k", [1, 2000, 150_000, 299_999])
+@for_each([1, 2000, 150_000, 299_999])
 def test_the_largest_of_many_are_those_that_torch_finds(k: int) -> None:
     x = drawn(300_000, k)
     assert top_k(x, k).equal(torch.topk(x.abs(), k).indices.sort().values)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@for_each([torch.bfloat16, torch.float16, torch.float64])
 def test_the_largest_of_other_floats_are_found(dtype: torch.dtype) -> None:
     x = drawn(200).to(dtype)[::2]
     assert top_k(x, 7).tolist() == by_sorting(x.float(), 7)
@@ -84,7 +85,7 @@ def test_nan_is_refused() -> None:
 # -- indices as bits ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("k", [0, 1, 2, 7, 100])
+@for_each([0, 1, 2, 7, 100])
 def test_indices_take_the_bits_they_need_and_are_restored(k: int) -> None:
     for n in (1, 2, 3, 8, 9, 1000, 2**31, 2**40 + 1, 2**62 + 1):
         places = (uniform(k, n).double() * n).long().clamp(max=n - 1)
@@ -126,11 +127,11 @@ def cell_of(i: int, row: int, columns: int, key: int) -> tuple[int, float]:
     return (i + word(i // columns, 0)) % columns, 1.0 - 2 * (word(i // 32, 1) >> i % 32 & 1)
 
 
-@pytest.mark.parametrize(
-    ("n", "rows", "columns"),
+@for_each(
     [(0, 3, 5), (1, 1, 1), (9, 3, 7), (100, 5, 100), (300, 5, 64), (700, 2, 33), (900, 9, 600), (40, 3, 5000)],
 )
-def test_a_sketch_is_the_sum_that_defines_it(n: int, rows: int, columns: int) -> None:
+def test_a_sketch_is_the_sum_that_defines_it(case: tuple[int, int, int]) -> None:
+    n, rows, columns = case
     x = (5 * drawn(n)).round()
     expected, estimates = torch.ones(rows, columns), list[float]()
     for i in range(n):
@@ -191,8 +192,7 @@ def test_heavy_hitters_are_found_among_many() -> None:
     assert set(true.tolist()) <= set(heavy(table_of(x, 5, 64 * k, 4), n, 4 * k, key=4).tolist())
 
 
-@pytest.mark.usefixtures("implementation")
-@pytest.mark.parametrize("wrong", [-1, 1000, 2**40])
+@for_each([-1, 1000, 2**40])
 def test_estimates_of_elements_that_do_not_exist_are_refused(wrong: int) -> None:
     with pytest.raises(ConfigError, match=r"must lie in 0\.\.999"):
         unsketch(table_of(drawn(1000), 3, 60), torch.tensor([5, wrong]), 1000, key=0)

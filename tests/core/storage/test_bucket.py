@@ -17,6 +17,7 @@ pytest.importorskip("obstore")
 pytest.importorskip("cryptography")
 
 from tests.buckets import SERVERS, serve, set_environment, url_of
+from tests.rules import for_each
 from thinwire.core.storage import bucket as module
 from thinwire.core.storage.bucket import KEY, SEAL_BYTES, Bucket, BucketStore, new_key
 from thinwire.errors import CommError, ConfigError
@@ -180,7 +181,7 @@ def test_a_text_that_is_no_key_is_refused_and_not_printed(text: str, monkeypatch
     assert not text or text not in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["", "s3://", "bucket/run", "/mnt/run", "ftp://bucket/run", "file://share/run"])
+@for_each(["", "s3://", "bucket/run", "/mnt/run", "ftp://bucket/run", "file://share/run"])
 def test_a_url_of_no_known_store_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"rendezvous=.*(s3://bucket/run|must be absolute)"):
         Bucket.open(url, key=new_key())

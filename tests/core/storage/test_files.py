@@ -10,6 +10,7 @@ from stat import S_IMODE
 
 import pytest
 
+from tests.rules import for_each
 from thinwire import ConfigError
 from thinwire.core.storage.files import local_path, write_atomically
 
@@ -37,9 +38,7 @@ def test_a_private_file_stays_private(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(
-    "url", ["s3://bucket/run", "gs://bucket/run", "hdfs://host/run", "file:///run", "http://host/x"]
-)
+@for_each(["s3://bucket/run", "gs://bucket/run", "hdfs://host/run", "file:///run", "http://host/x"])
 def test_a_url_is_no_path(url: str) -> None:
     for path in (url, Path(url)):  # which makes one slash of two
         with pytest.raises(ConfigError, match=r"is a URL\. Files are written to"):

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.rules import for_each
 from thinwire import CheckpointError
 from thinwire.core.storage.tree import pack, unpack
 
@@ -59,7 +60,7 @@ def test_a_packed_value_is_restored_through_json(value: Any) -> None:
     assert same(unpack(json.loads(json.dumps(tree)), tensors), value)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -0.0, 0.1 + 0.2, 5e-324, 2**80])
+@for_each([math.nan, math.inf, -math.inf, -0.0, 0.1 + 0.2, 5e-324, 2**80])
 def test_numbers_are_restored_to_the_last_bit(value: float) -> None:
     tree, tensors = pack({"x": value})
     back = unpack(json.loads(json.dumps(tree)), tensors)["x"]
@@ -81,13 +82,13 @@ def test_tensors_with_equal_paths_get_different_names() -> None:
     assert same(unpack(tree, tensors), value)
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, b"bytes", 1j, print])
+@for_each([object(), {1, 2}, b"bytes", 1j, print])
 def test_what_is_neither_tensor_nor_json_is_refused_by_its_path(value: Any) -> None:
     with pytest.raises(CheckpointError, match=rf"/extra/1/here is a {type(value).__name__}: only tensors and JSON"):
         pack({"extra": [0, {"here": value}]})
 
 
-@pytest.mark.parametrize("factory", [None, bool, dict, float, int, list, set, str, tuple])
+@for_each([None, bool, dict, float, int, list, set, str, tuple])
 def test_a_defaultdict_goes_on_with_what_its_missing_keys_begin_with(factory: Any) -> None:
     tree, tensors = pack(defaultdict(factory, a=1))
     back = unpack(json.loads(json.dumps(tree)), tensors)
@@ -100,7 +101,7 @@ class OwnCounter(Counter[int]):
     """A class of the user's own."""
 
 
-@pytest.mark.parametrize("value", [MappingProxyType({"a": 1}), UserDict({"a": 1}), OwnCounter([1])])
+@for_each([MappingProxyType({"a": 1}), UserDict({"a": 1}), OwnCounter([1])])
 def test_a_mapping_of_another_class_is_refused_with_what_to_save_instead(value: Any) -> None:
     wanted = rf"/extra is a {type(value).__name__}, and would come back as a plain dict. Save dict\(...\) of it"
     with pytest.raises(CheckpointError, match=wanted):
@@ -114,7 +115,7 @@ def test_what_earlier_versions_wrote_is_read_as_they_wrote_it() -> None:
     assert unpack({"kind": "Counter", "factory": "int"}, {}) == {"kind": "Counter", "factory": "int"}
 
 
-@pytest.mark.parametrize("kind", [{"kind": "eval"}, {"kind": "defaultdict", "factory": "exec"}, {"kind": []}])
+@for_each([{"kind": "eval"}, {"kind": "defaultdict", "factory": "exec"}, {"kind": []}])
 def test_a_kind_that_is_not_known_is_refused(kind: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="which this version of thinwire does not know"):
         unpack({"$items": [], **kind}, {})

@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from tests.lab.emulate.samples import BARE_PYTHON, SLEEP, comes_true, is_alive, start_launcher
-from thinwire.errors import CommTimeoutError, ConfigError
+from tests.rules import refusals
+from thinwire.errors import CommTimeoutError
 from thinwire.lab.emulate import Workers, run_workers
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
@@ -217,17 +218,14 @@ with Workers(command, 2, on_line=lambda rank, stream, line: print(line, flush=Tr
     assert comes_true(lambda: not any(is_alive(pid) for pid in pids))
 
 
-@pytest.mark.parametrize(
-    ("command", "workers", "words"),
+test_what_cannot_be_started_is_refused = refusals(
     [
         ([], 2, "no command"),
         (["no-such-program"], 2, "'no-such-program'"),
         (["true"], 0, "workers=0"),
     ],
+    run_workers,
 )
-def test_what_cannot_be_started_is_refused(command, workers, words):
-    with pytest.raises(ConfigError, match=words):
-        run_workers(command, workers)
 
 
 def test_a_killed_worker_is_started_again_while_another_runs(tmp_path):

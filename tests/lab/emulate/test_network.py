@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.lab.emulate.samples import BARE_PYTHON, LIGHT, SLEEP, comes_true, host_links, processes_in, start_launcher
+from tests.rules import for_each
 from thinwire.errors import ConfigError
 from thinwire.lab.emulate import Network, Workers, available, parse_links, run_workers
 from thinwire.lab.emulate.network import CannotBuildError, build, network_plan
@@ -213,7 +214,7 @@ def test_a_missing_program_is_named(monkeypatch, tmp_path):
         build(network_plan([Link(1e6)]))
 
 
-@pytest.mark.parametrize("count", [0, 61])
+@for_each([0, 61])
 def test_a_network_of_no_or_too_many_workers_is_refused(count):
     with pytest.raises(ConfigError, match=f"{count} links"):
         Network([Link()] * count)

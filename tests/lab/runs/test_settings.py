@@ -8,6 +8,7 @@ import tomllib
 
 import pytest
 
+from tests.rules import for_each, refusals
 from thinwire import AllReduce, LocalSGD
 from thinwire.core.comm.threads import run_threads
 from thinwire.core.comm.work import Interval
@@ -36,8 +37,7 @@ def test_settings_survive_json():
     assert Settings.from_json(json.loads(json.dumps(one.to_json()))) == one
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
+@for_each(
     [
         ("steps", 0),
         ("workers", 0),
@@ -51,7 +51,8 @@ def test_settings_survive_json():
         ("timeout", 0.0),
     ],
 )
-def test_a_value_out_of_range_is_refused_by_name(name, value):
+def test_a_value_out_of_range_is_refused_by_name(case):
+    name, value = case
     with pytest.raises(ConfigError, match=f"{name}="):
         settings(**{name: value})
 
@@ -104,9 +105,7 @@ def test_a_target_alone_ends_in_finite_time():
     assert "900 where target_loss alone is given" in (Settings.__doc__ or "")
 
 
-@pytest.mark.parametrize(
-    "text", ["ddp", "ddp+bf16", "ddp+powersgd(rank=2)", "post-local-sgd(period=4, start=3)", "LocalSGD(period=4)"]
-)
+@for_each(["ddp", "ddp+bf16", "ddp+powersgd(rank=2)", "post-local-sgd(period=4, start=3)", "LocalSGD(period=4)"])
 def test_a_recipe_or_baseline_is_read_back_from_its_text(text):
     assert describe(parse_recipe(text)) == text
 
@@ -120,8 +119,7 @@ def test_a_bare_name_is_a_recipe():
     assert parse_recipe(" LocalSGD(period=3) ") == LocalSGD(3)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
+test_a_wrong_baseline_is_refused_with_the_fix = refusals(
     [
         ("dpp", "did you mean"),
         ("ddp+fp16", "did you mean .*ddp\\+bf16"),
@@ -140,27 +138,22 @@ def test_a_bare_name_is_a_recipe():
         ("post-local-sgd(period=1)", "period=1"),
         ("ddp+powersgd(start=1)", "start=1"),
     ],
+    parse_recipe,
 )
-def test_a_wrong_baseline_is_refused_with_the_fix(text, words):
-    with pytest.raises(ConfigError, match=words):
-        parse_recipe(text)
 
 
 def test_recipes_are_separated_by_semicolons():
     assert split_recipes("ddp; AllReduce(); ") == ["ddp", "AllReduce()"]
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
+test_a_wrong_list_of_recipes_is_refused = refusals(
     [
         (" ; ", "at least one"),
         ("ddp; AllReduce; AllReduce()", "twice"),
         ("AllReduce(), LocalSGD(period=8)", "Separate several strategies by semicolons"),
     ],
+    split_recipes,
 )
-def test_a_wrong_list_of_recipes_is_refused(text, words):
-    with pytest.raises(ConfigError, match=words):
-        split_recipes(text)
 
 
 def test_folders_are_named_after_what_distinguishes_recipes():
@@ -289,7 +282,7 @@ def test_settings_are_frozen():
         settings().steps = 3
 
 
-@pytest.mark.parametrize("steps", [80, 83, 87])
+@for_each([80, 83, 87])
 def test_payload_is_that_of_whole_periods_wherever_the_clock_stops(steps: int) -> None:
     totals = Totals()
     # A round of 80 bytes every 8 steps, and a byte at every step.

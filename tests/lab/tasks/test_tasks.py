@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.rules import refusals
 from thinwire.errors import ConfigError
 from thinwire.lab import tasks
 from thinwire.lab.tasks import Defaults, Task
@@ -261,8 +262,7 @@ def test_digits_without_scikit_learn_name_what_to_install(monkeypatch: pytest.Mo
         tasks.load("digits")
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
+test_settings_that_cannot_work_are_refused = refusals(
     [
         ({"lr": 0.0}, "lr=0.0: must be positive and finite"),
         ({"lr": math.nan}, "lr=nan: must be positive and finite"),
@@ -270,7 +270,5 @@ def test_digits_without_scikit_learn_name_what_to_install(monkeypatch: pytest.Mo
         ({"momentum": 1.0}, r"momentum=1.0: must lie in \[0, 1\)"),
         ({"weight_decay": -1.0}, "weight_decay=-1.0: must be finite and not negative"),
     ],
+    lambda wrong: Defaults(**wrong),
 )
-def test_settings_that_cannot_work_are_refused(wrong: dict[str, float], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Defaults(**wrong)  # type: ignore[arg-type]

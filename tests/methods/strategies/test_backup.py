@@ -18,7 +18,7 @@ import thinwire
 from tests.engine import Mixed, attach, batch, batches, momentum, net, steps
 from tests.methods.strategies.backup_runs import Run, check_runs, loss_of, slow_last, stalls, train
 from tests.pool import start_processes
-from tests.rules import refusals
+from tests.rules import for_each, refusals
 from thinwire import Comm, ConfigError, MismatchError, Probe, SlowMo, Strategy, run_threads
 from thinwire.asynchronous.backup_workers import BackupWorkers
 from thinwire.asynchronous.quorum.log import memberships
@@ -210,7 +210,7 @@ def test_uneven_data_are_refused() -> None:
         run_threads(2, body, timeout=10)
 
 
-@pytest.mark.parametrize("around", [SlowMo(BackupWorkers(), period=5), Probe(BackupWorkers())])
+@for_each([SlowMo(BackupWorkers(), period=5), Probe(BackupWorkers())])
 def test_strategies_around_it_are_refused_before_anything_moves(around: Strategy) -> None:
     with pytest.raises(ConfigError, match="Use the base alone, or AllReduce"):
         run_threads(2, lambda comm: attach(comm, around), timeout=10)

@@ -13,6 +13,7 @@ import torch
 import thinwire
 from tests.grids import fast_where
 from tests.problems import Irregular, Perceptron, Regression, train
+from tests.rules import refusals
 from thinwire import (
     AllReduce,
     Bf16,
@@ -23,7 +24,6 @@ from thinwire import (
     Hypercube,
     Local,
     LocalSGD,
-    Probe,
     PushSum,
     Replica,
     Ring,
@@ -178,8 +178,7 @@ def test_gradients_are_cut_into_the_messages_that_attach_would_cut() -> None:
     assert explain(AllReduce(), parameters=4_000_000, workers=2).largest_message_bytes == 8 << 20
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
+test_what_cannot_be_explained_is_refused = refusals(
     [
         ({"parameters": 0}, "parameters=0: a model has at least 1"),
         ({"parameters": []}, "parameters=0: a model has at least 1"),
@@ -190,11 +189,8 @@ def test_gradients_are_cut_into_the_messages_that_attach_would_cut() -> None:
         ({"bits_per_second": float("nan")}, "bits_per_second=nan: must be positive"),
         ({"strategy": Gossip(Hypercube()), "workers": 3}, "needs a power of two"),
     ],
+    lambda given: explain(**{"strategy": LocalSGD(), "parameters": 10, "workers": 2, **given}),
 )
-def test_what_cannot_be_explained_is_refused(arguments: dict[str, object], words: str) -> None:
-    given: dict[str, object] = {"strategy": LocalSGD(), "parameters": 10, "workers": 2, **arguments}
-    with pytest.raises(ConfigError, match=words):
-        explain(given.pop("strategy"), **given)  # pyright: ignore
 
 
 def run_explain(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -321,10 +317,6 @@ def test_a_model_is_explained_in_its_own_dtypes_and_is_not_changed() -> None:
     assert (card.parameters, card.dtype, card.sent_bytes_per_step) == (34, "float32, bfloat16", 4 * 30 + 2 * 4)
     assert [p.data_ptr() for p in model.parameters()] == before
     assert explain(AllReduce(), parameters=model, workers=2, dtype=torch.float64).sent_bytes_per_step == 8 * 34
-
-
-def test_a_period_that_no_field_tells_is_found() -> None:
-    assert explain(Probe(AllReduce(), every=30), parameters=10, workers=2).period == 30
 
 
 @pytest.mark.slow

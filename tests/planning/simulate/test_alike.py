@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.grids import one_of_each
+from tests.rules import for_each
 from thinwire.methods.strategies.recipe import parse
 from thinwire.planning.plan.candidates import CANDIDATES
 from thinwire.planning.plan.predict import ModelTime, Prediction, predict
@@ -52,15 +53,13 @@ def test_where_ranks_differ_all_are_simulated(recipe: str) -> None:
     assert one == each
 
 
-@pytest.mark.parametrize(
-    "network",
+@for_each(
     [
         Network(specials=(Special(ranks=(1,), slowdown=2.0),)),
         Network(pairs=(Pair(between=(0, 1), bits_per_second=1e6),)),
         Network(racks=Racks(size=3, bits_per_second=1e8)),
         Network(delayed=0.5),
-    ],
-    ids=["slow worker", "slow pair", "uneven racks", "delays"],
+    ]
 )
 def test_a_network_that_treats_ranks_differently_is_refused(network: Network) -> None:
     with pytest.raises(UnlikeError, match="simulate all of its workers"):

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import thinwire
-from thinwire import CommError, CommTimeoutError, ConfigError, MismatchError, NonFiniteError, PeerLostError
+from tests.rules import refusals
+from thinwire import CommError, CommTimeoutError, MismatchError, NonFiniteError, PeerLostError
 from thinwire.planning import simulate
 from thinwire.planning.simulate import DeadlockError, Death, Duration, Network, SimulatedComm, Special
 from thinwire.planning.simulate.record import NETWORK
@@ -257,18 +258,15 @@ def test_a_handler_that_waits_is_refused() -> None:
         simulate.run(2, work)
 
 
-@pytest.mark.parametrize(
-    ("workers", "settings", "words"),
+test_bad_settings_are_refused = refusals(
     [
         (0, {}, "workers=0: a simulation has 1 to"),
         (100_000, {}, "workers=100000"),
         (2, {"timeout": 0.0}, "timeout=0.0: must be positive"),
         (2, {"network": Network(deaths=(Death(2, at=1.0),))}, "there is no rank 2. With 2 workers they are 0 to 1"),
     ],
+    lambda workers, settings: simulate.run(workers, lambda comm: None, **settings),
 )
-def test_bad_settings_are_refused(workers: int, settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        simulate.run(workers, lambda comm: None, **settings)
 
 
 def test_meta_tensors_have_the_times_and_bytes_of_real_ones() -> None:
