@@ -404,6 +404,53 @@ def test_a_connection_that_was_idle_starts_slowly() -> None:
     assert ring[0] > wires(2, bits_per_second=1e9).all_reduce([0.0] * 2, 2 * MEGABYTE)[0] + 5 * 2 * LATENCY
 
 
+@pytest.mark.parametrize("alike", [False, True])
+def test_on_one_stream_a_call_begins_when_the_one_before_has_ended(alike: bool) -> None:
+    def work(comm: SimulatedComm) -> list[float]:
+        ends: list[float] = []
+        xs = [torch.zeros(8, device="meta") for _ in range(4)]
+        calls = [
+            *(comm.all_reduce_(torch.zeros(4000, device="meta")) for _ in range(3)),
+            comm.all_to_all(xs, [8] * 4),
+            comm.all_gather(torch.zeros(4000, device="meta")),
+        ]
+        for each in calls:
+            each.wait()
+            ends.append(comm.now)
+        return ends
+
+    def ends(*, one_stream: bool) -> list[float]:
+        network = Network(latency=0.01, bits_per_second=1e8, one_stream=one_stream)
+        (found, *others) = simulate.simulate(4, work, network=network, alike=alike).results
+        assert all(each == pytest.approx(found) for each in others)
+        assert found is not None
+        return found
+
+    free, stream = ends(one_stream=False), ends(one_stream=True)
+    assert stream[0] == free[0]
+    # Six hops of 10 ms for each all-reduce, three for the all-gather and one for the short messages.
+    assert stream[:3] == pytest.approx([(1 + place) * free[0] for place in range(3)])
+    assert stream[3] - stream[2] == pytest.approx(0.01, rel=0.01)
+    assert stream[4] - stream[3] > 0.03
+    assert free[2] < free[0] + 0.01, "latencies of consecutive calls overlap"
+
+
+def test_broadcasts_are_on_the_stream_too() -> None:
+    def work(comm: SimulatedComm) -> list[float]:
+        ends, x = list[float](), torch.zeros(4000, device="meta")
+        for each in (comm.all_reduce_(x), comm.broadcast_(x[:10], 0), comm.all_reduce_(x)):
+            each.wait()
+            ends.append(comm.now)
+        return ends
+
+    network = Network(latency=0.01, bits_per_second=1e8, one_stream=True)
+    for rank, (reduced, sent, last) in enumerate(simulate.run(4, work, network=network)):
+        assert reduced == pytest.approx(0.062, rel=0.01)
+        assert sent - reduced == pytest.approx(0.01 * rank.bit_count(), abs=0.0001), "down a binomial tree"
+        # Rank 3 starts its last call when the broadcast has reached it.
+        assert 0.124 < last < 0.124 + 0.021
+
+
 def test_computing_times_vary_by_the_spread_and_all_wait_for_the_slowest() -> None:
     def work(comm: SimulatedComm) -> tuple[float, float]:
         own = 0.0
@@ -433,12 +480,13 @@ def test_a_network_file_has_the_costs_of_calls_and_connections() -> None:
                 "per_segment": "2ms",
                 "window": 4194304,
                 "slow_start": True,
+                "one_stream": True,
             },
             "compute": {"spread": 0.05},
         }
     )
     assert (network.per_call, network.all_reduce, network.per_segment) == (0.001, "gloo", 0.002)
-    assert (network.window, network.slow_start, network.spread) == (4194304, True, 0.05)
+    assert (network.window, network.slow_start, network.one_stream, network.spread) == (4194304, True, True, 0.05)
     for wrong in ({"all_reduce": "star"}, {"window": 0}, {"per_call": "-1ms"}):
         with pytest.raises(ConfigError):
             read_network({"network": wrong})

@@ -70,7 +70,7 @@ class AlikeComm(SimulatedComm):
         self, label: str, own: T, combine: Callable[[list[T]], U], timing: Callable[[Sequence[float]], Sequence[float]]
     ) -> Work[U]:
         result = combine([own] * self.size)
-        return self._at(label, max(timing([self.now] * self.size))).then(lambda _: result)
+        return self._at(label, max(self._after_last([self.now] * self.size, timing))).then(lambda _: result)
 
     def _at(self, label: str, *ends: float) -> Work[None]:
         """Return an operation that is over when all that it waits for has happened."""
@@ -93,7 +93,7 @@ class AlikeComm(SimulatedComm):
     def _all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
         row = np.array([x.nbytes for x in xs], dtype=float)
         rows = np.broadcast_to(row, (self.size, self.size))
-        end = max(self._wires.all_to_all([self.now] * self.size, rows))
+        end = max(self._after_last([self.now] * self.size, lambda times: self._wires.all_to_all(times, rows)))
         column = [xs[self.rank].clone()] * len(sizes)
         return self._at("all_to_all", end).then(lambda _: column)
 

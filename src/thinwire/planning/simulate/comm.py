@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -72,10 +72,12 @@ class SimulatedGroup(Connections):
 
     Attributes:
         wires: between its ranks.
+        ended: by rank, when its last collective call ends, where calls follow one another on one stream.
         parts: groups of some of its ranks, by these and how many such groups were there before.
     """
 
     wires: Wires = field(kw_only=True)
+    ended: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     collectives: dict[int, Collective] = field(default_factory=dict[int, Collective])
     exchanges: dict[tuple[int, int, int], Exchange] = field(default_factory=dict[tuple[int, int, int], Exchange])
     parts: dict[tuple[tuple[int, ...], int], SimulatedGroup] = field(
@@ -180,7 +182,9 @@ class SimulatedComm(Comm):
         collective, pending = self._enter(label, x)
         if self.rank == src:
             collective.result = x if x.is_meta else x.clone()
-        self._solve_broadcast(collective, src, x.nbytes)
+        # On one stream it waits for this rank's earlier calls, whose ends are known when all ranks have joined them.
+        if not self._world.network.one_stream or len(collective.launched) == self.size:
+            self._solve_broadcast(collective, src, x.nbytes)
         done = Work(lambda: self._finish(collective, pending))
         return done.then(lambda chosen: x if x.is_meta or self.rank == src else x.copy_(chosen))
 
@@ -225,7 +229,7 @@ class SimulatedComm(Comm):
         collective, pending = self._enter(label, own)
         if len(collective.inputs) == self.size:
             collective.result = combine([collective.inputs[rank] for rank in range(self.size)])
-            done = timing([collective.launched[rank] for rank in range(self.size)])
+            done = self._after_last([collective.launched[rank] for rank in range(self.size)], timing)
             last = max(range(self.size), key=lambda rank: collective.launched[rank])
             came = collective.launched[last]
             for rank, part in collective.parts.items():
@@ -233,6 +237,17 @@ class SimulatedComm(Comm):
             # Drops the vectors of ranks that have gone on.
             collective.inputs.clear()
         return Work(lambda: self._finish(collective, pending))
+
+    def _after_last(
+        self, launched: Sequence[float], timing: Callable[[Sequence[float]], Sequence[float]]
+    ) -> Sequence[float]:
+        """Return when each rank's part of a collective ends; on one stream, it begins after the one before."""
+        if not self._world.network.one_stream:
+            return timing(launched)
+        ended = self._group.ended
+        done = timing([max(time, ended[rank]) for rank, time in enumerate(launched)])
+        ended.update(enumerate(done))
+        return done
 
     def _enter(self, label: str, own: Any) -> tuple[Collective, Pending]:
         self._check_open(lambda: self._where(label))
@@ -263,14 +278,14 @@ class SimulatedComm(Comm):
         size, wires = self.size, self._wires
         chain = size > 2 and nbytes > _CHAIN_BYTES
         chunk = min(_MOST_CHUNK_BYTES, max(_CHAIN_BYTES, nbytes / _CHUNKS)) if chain else nbytes
-        ahead = [(self.rank - src) % size]
+        ahead = [0 if self._world.network.one_stream else (self.rank - src) % size]
         while ahead:
             place = ahead.pop()
             rank = (src + place) % size
             parent = None if not place else place - 1 if chain else place & ~(1 << (place.bit_length() - 1))
             if place in collective.solved or rank not in collective.launched:
                 continue
-            launched = collective.launched[rank]
+            launched = max(collective.launched[rank], self._group.ended[rank])
             if parent is None:
                 head = tail = launched + self._world.network.per_call
                 last = rank
@@ -285,6 +300,8 @@ class SimulatedComm(Comm):
                 head = begin + wires.latency(before, rank) + chunk / wires.rate(before, rank)
                 tail = max(arrived, tail + wires.latency(before, rank) + chunk / wires.rate(before, rank))
             collective.solved[place] = head, tail, last
+            if self._world.network.one_stream:
+                self._group.ended[rank] = tail
             cause = self._group.members[last]
             collective.parts[rank].know(self._world.times, tail, cause, collective.launched[last])
             ahead += (

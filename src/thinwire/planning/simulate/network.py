@@ -130,6 +130,8 @@ class Network:
         per_segment: seconds that Gloo's ring needs for each segment besides its transfer.
         window: bytes that a TCP connection has in flight at most; its rate is at most a window per round trip.
         slow_start: whether a connection that was idle for 0.2 s starts again at ten TCP segments per round trip.
+        one_stream: whether a collective call begins when the one before it on the same comm has ended, as with NCCL;
+            otherwise it begins when the interface is free, and latencies of consecutive calls overlap.
         spread: deviation of the logarithm of a worker's computing time, drawn for each step.
 
     Raises:
@@ -159,6 +161,7 @@ class Network:
     per_segment: float = 0.0
     window: float = inf
     slow_start: bool = False
+    one_stream: bool = False
     spread: float = 0.0
 
     def __post_init__(self) -> None:
@@ -410,12 +413,16 @@ def _pair(value: Any, where: str) -> tuple[int, int]:
     return ranks[0], ranks[1]
 
 
-_NETWORK: dict[str, Reader] = {
-    "bandwidth": _rate,
-    "latency": _seconds,
-    "per_call": _seconds,
-    "per_segment": _seconds,
-} | {"contention": _number, "window": _number, "all_reduce": _text, "slow_start": _flag}
+_NETWORK: dict[str, Reader] = (
+    {
+        "bandwidth": _rate,
+        "latency": _seconds,
+        "per_call": _seconds,
+        "per_segment": _seconds,
+    }
+    | {"contention": _number, "window": _number, "all_reduce": _text}
+    | dict.fromkeys(("slow_start", "one_stream"), _flag)
+)
 _WORKER: dict[str, Reader] = {"ranks": _ranks, "bandwidth": _rate, "latency": _seconds, "slowdown": _number}
 _LINK: dict[str, Reader] = {"between": _pair, "bandwidth": _rate, "latency": _seconds}
 _DEATH: dict[str, Reader] = {"rank": _whole, "at": _seconds, "step": _whole, "silent": _flag}
