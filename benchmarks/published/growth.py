@@ -4,7 +4,8 @@
 python -m benchmarks.published.growth [--bar]
 
 Ten million parameters, a step of 0.1 s, 10 Gbit/s and 0.1 ms. One worker stands for all where all do the same; other
-strategies are simulated with all their workers up to 64. `--bar` times 100 steps of 1,024 workers of 10,000 parameters.
+strategies are simulated with all their workers up to 64. `--bar` times 100 steps of 1,024 workers of 10,000 parameters,
+writes the processor's seconds, and fails above the bar of 60 s.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ _NETWORK = Network(bits_per_second=1e10, latency=1e-4)
 _MOST_UNLIKE = 64
 _SMALLER = 200  # a simulation with numbers has tensors and rates divided by this
 _MOST_SECONDS = 40.0  # of the simulator; larger sizes are left out
+BAR_RECIPES, BAR_SECONDS = ("LocalSGD(period=8)", "PushSum()"), 60.0
 
 
 def measure() -> None:
@@ -97,9 +99,8 @@ def _cost(text: str, workers: int) -> dict[str, float | bool] | None:
     return None
 
 
-def bar(workers: int = 1024, steps: int = 100) -> None:
-    """Time the simulator on all workers of a large run."""
-    found = _committed()
+def bar(workers: int = 1024, steps: int = 100) -> bool:
+    """Time the simulator on all workers of a large run; whether each recipe takes at most the bar's seconds."""
 
     def work(comm: SimulatedComm) -> None:
         model = torch.nn.Linear(100, 100, bias=False)
@@ -111,16 +112,22 @@ def bar(workers: int = 1024, steps: int = 100) -> None:
             comm.compute(0.05)
             optimizer.step()
 
-    gradient = torch.ones(100, 100)
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    for recipe in ("LocalSGD(period=8)", "PushSum()"):
-        start = time.process_time()
-        ended = simulate(workers, work, seed=1)
-        assert not ended.failures, ended.failures
-        found.setdefault("bar", {})[recipe] = round(time.process_time() - start, 1)
-        print(recipe, found["bar"][recipe], flush=True)
-        _path().write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    gradient, seconds = torch.ones(100, 100), dict[str, float]()
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+    if cores:
+        os.sched_setaffinity(0, {min(cores)})
+    try:
+        for recipe in BAR_RECIPES:
+            start = time.process_time()
+            ended = simulate(workers, work, seed=1)
+            assert not ended.failures, ended.failures
+            seconds[recipe] = round(time.process_time() - start, 1)
+            print(f"{recipe}: {seconds[recipe]} s, {'met' if seconds[recipe] <= BAR_SECONDS else 'missed'}", flush=True)
+    finally:
+        if cores:
+            os.sched_setaffinity(0, cores)
+    _path().write_text(json.dumps(_committed() | {"bar": seconds}, indent=1) + "\n", encoding="utf-8")
+    return max(seconds.values()) <= BAR_SECONDS
 
 
 def _path() -> Path:
@@ -144,8 +151,11 @@ def exponent(rows: list[dict[str, Any]], quantity: str) -> float:
 
 
 def bar_seconds() -> str:
-    """The time that the simulator took for each recipe of the bar."""
-    return " and ".join(f"{seconds:.0f} s for `{recipe}`" for recipe, seconds in _committed()["bar"].items())
+    """The time that the simulator took for each recipe of the bar, and whether the bar is met."""
+    found = _committed()["bar"]
+    verdict = "met" if max(found.values()) <= BAR_SECONDS else "missed"
+    times = " and ".join(f"{seconds:.0f} s for `{recipe}`" for recipe, seconds in found.items())
+    return f"{times} (bar: {BAR_SECONDS:.0f} s, {verdict})"
 
 
 def table() -> Iterator[str]:
@@ -179,4 +189,7 @@ def draw(path: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--bar", action="store_true", help="only the bar on simulator seconds")
-    bar() if parser.parse_args().bar else measure()
+    if not parser.parse_args().bar:
+        measure()
+    elif not bar():
+        raise SystemExit(1)

@@ -20,7 +20,7 @@ from benchmarks.published.results import (
     wrong_orders,
 )
 from thinwire.lab.report.palette import GRID, INK, MUTED, looks
-from thinwire.lab.report.picture import FONT_SIZE, canvas, plain
+from thinwire.lab.report.picture import FONT_SIZE, canvas, plain, write_svg
 from thinwire.planning.plan.published import load_source
 
 _DOCS = HERE.parents[1] / "docs"
@@ -122,13 +122,14 @@ def draw(path: Path) -> None:
     handles, labels = axes.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
     axes.legend(unique.values(), unique.keys(), frameon=False, fontsize=FONT_SIZE - 2, labelcolor=MUTED.light)
-    figure.savefig(path, metadata={"Date": None})
+    write_svg(figure, path)
 
 
 def write() -> None:
     """Write the page, its details, its picture and the table of all cells."""
     draw(_DOCS / "_static" / "published.svg")
     growth.draw(_DOCS / "_static" / "growth.svg")
+    faults.draw(_DOCS / "_static" / "goodput.svg")
     found = all_predictions()
     rows = [
         "\t".join(

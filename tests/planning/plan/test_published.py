@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.published import page
+from benchmarks.published import faults, growth, page
 from benchmarks.published.results import BOUNDS, HERE, SOURCES, all_predictions, load, order_errors
 from thinwire import ConfigError
 from thinwire.cli import main
@@ -60,6 +60,20 @@ def test_a_fitted_rate_predicts_the_other_cells(tmp_path: Path) -> None:
     assert source.calibrated().numbers()["links/slow/network/bandwidth"].startswith("50")
     assert source.numbers()["links/slow/network/bandwidth"] == "1gbit", "a fit changes a copy"
     assert "fitted     links/slow/network/bandwidth = 50" in explain_cell(source, "mlp, 8, slow, dense")
+
+
+def test_a_bucket_of_zero_sends_each_tensor_of_repeated_blocks_alone(tmp_path: Path) -> None:
+    toml = (
+        TOML.partition("[[fits]]")[0]
+        .replace("0.1us", '5ms", one_stream = true, bandwidth = "100gbit')
+        .replace('bandwidth = "1gbit", ', "")
+    )
+    toml = toml.replace("[4, 2500000, 1.0]", "[1, 1000, 0.5], [3, [[2, 1000, 0.25], [1, 10, 0.0]]]")
+    rows = tuple(f"mlp\t4\tslow\t{name}\tAllReduce()\t{name}\t\t1\tmethods\tmeasured" for name in ("0", "0.1"))
+    alone, together = (each.seconds for each in load_source(write(tmp_path, toml, rows)).predict())
+    # A message has six hops of 5 ms. One follows the step, and ten follow the forward pass.
+    assert together == pytest.approx(0.1 + 0.03, abs=0.001)
+    assert alone == pytest.approx(0.1 / 3 + 10 * 0.03, abs=0.001)
 
 
 def test_collective_calls_are_predicted_alone(tmp_path: Path) -> None:
@@ -113,6 +127,31 @@ def test_the_page_has_the_committed_verdict() -> None:
     text = (HERE.parents[1] / "docs" / "scale.md").read_text(encoding="utf-8")
     assert page.verdict() in text
     assert all(abs(each.error) < 0.005 for cells in all_predictions().values() for each in cells if each.calibrates)
+
+
+def test_pictures_are_the_same_when_they_are_drawn_again(tmp_path: Path) -> None:
+    for draw in (page.draw, growth.draw, faults.draw):
+        draw(tmp_path / "first.svg")
+        draw(tmp_path / "second.svg")
+        first = (tmp_path / "first.svg").read_bytes()
+        assert first == (tmp_path / "second.svg").read_bytes(), draw.__module__
+        assert b"<dc:date>" not in first
+
+
+def test_the_bar_on_simulator_seconds_is_written_and_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(growth, "RESULTS", tmp_path)
+    (tmp_path / "growth.json").write_text('{"rows": [1], "bar": {"Old()": 1.0}}', encoding="utf-8")
+    assert growth.bar(workers=4, steps=2)
+    found = json.loads((tmp_path / "growth.json").read_text(encoding="utf-8"))
+    assert found["rows"] == [1]
+    assert list(found["bar"]) == list(growth.BAR_RECIPES)
+    assert growth.bar_seconds().endswith("(bar: 60 s, met)")
+    monkeypatch.setattr(growth, "BAR_SECONDS", -1.0)
+    assert not growth.bar(workers=4, steps=2)
+    assert growth.bar_seconds().endswith("missed)")
+    assert "PushSum(): " in capsys.readouterr().out
 
 
 def test_the_command_predicts_explains_and_plans_on_a_fitted_link(

@@ -6,7 +6,8 @@ A source is two files. `NAME.tsv` has one measurement per line, with the columns
 
     [models.ResNet-50]
     compute = "271ms"
-    layers = [[161, 159000, 1.0]]   # tensors, elements of each, share of the backward pass; in forward order
+    layers = [[161, 159000, 1.0]]   # tensors, elements of each, share of the backward pass; in forward order.
+                                    # [12, [[4, 590000, 0.08], ...]] repeats a block of tensors
 
     [links.10GbE]
     network = {bandwidth = "10gbit", latency = "50us"}
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import csv
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields
 from math import exp, log
@@ -57,7 +58,7 @@ class Cell:
         method: as the source calls it.
         recipe: the strategy that does the same, or `call:` and a collective call; "" where there is none.
         bucket: megabytes of gradient per message, or several with `|` between them, of which the fastest counts; "" for
-            one message after the backward pass.
+            one message after the backward pass, and 0 for one message per tensor.
         steps: whose time was measured: 1 for a step.
         seconds: what was measured.
         kind: `dense`, `methods` or `hard`; "" where it is not predicted.
@@ -150,7 +151,9 @@ class Source:
     def seconds(self, cell: Cell) -> float:
         """Predict what a cell measured."""
         model, network = self._entry("models", cell.model), self.network(cell.link)
-        buckets = [_WHOLE] if not cell.bucket else [int(float(each) * _MEGABYTE) for each in cell.bucket.split("|")]
+        buckets = (
+            [_WHOLE] if not cell.bucket else [max(1, int(float(each) * _MEGABYTE)) for each in cell.bucket.split("|")]
+        )
         steps = cell.steps * float(model.get("steps", 1))
         if cell.recipe.startswith("call:"):
             return steps * _call_seconds(cell, model, network)
@@ -244,20 +247,29 @@ def explain_cell(source: Source, name: str) -> str:
     return "\n".join([*lines, *(f"  fitted     {path} = {value}" for path, value in source.numbers().items())])
 
 
+def _tensors(layers: Sequence[Any]) -> Iterator[tuple[int, float]]:
+    """Yield the elements of each tensor in forward order, and its share of the backward pass."""
+    for count, *entry in layers:
+        for _ in range(int(count)):
+            if len(entry) == 1:
+                yield from _tensors(entry[0])
+            else:
+                yield int(entry[0]), entry[1] / count
+
+
 def _elements(model: Mapping[str, Any]) -> int:
-    return int(sum(count * each for count, each, _ in model["layers"]))
+    return sum(elements for elements, _ in _tensors(model["layers"]))
 
 
-def _layers(layers: list[list[float]]) -> tuple[list[tuple[int]], tuple[float, ...]]:
+def _layers(layers: Sequence[Any]) -> tuple[list[tuple[int]], tuple[float, ...]]:
     """Shapes in forward order, and when in the backward pass each gradient is final."""
-    shapes = [(int(elements),) for count, elements, _ in layers for _ in range(int(count))]
-    shares = [share / count for count, _, share in layers for _ in range(int(count))]
-    total, passed, ready = sum(shares), 0.0, list[float]()
-    for share in reversed(shares):
+    tensors = list(_tensors(layers))
+    total, passed, ready = sum(share for _, share in tensors), 0.0, list[float]()
+    for _, share in reversed(tensors):
         passed += share
         ready.append(min(1.0, passed / total))
     ready[-1] = 1.0  # sums of floats
-    return shapes, tuple(reversed(ready))
+    return [(elements,) for elements, _ in tensors], tuple(reversed(ready))
 
 
 def _call_seconds(cell: Cell, model: Mapping[str, Any], network: Network) -> float:
