@@ -24,21 +24,19 @@ from thinwire.core.torch_internals import inner_schedulers
 from thinwire.errors import CheckpointError, ConfigError
 
 State = dict[str, Any]
-# The keys of `outline_of`.
-_PARTS = ("identity", "models", "training", "rates", "generators", "random", "schedules", "scaler")
+# The keys of `state_of`.
+_KEYS = (
+    *("identity", "models", "training", "rates", "generators", "random", "schedules", "scaler"),
+    *("tensors", "optimizer"),
+)
 
 
-class Followers(TypedDict, total=False):
-    """The optimizer's schedules, and the scaler of the losses."""
-
-    schedules: Schedules | None
-    scaler: GradScaler | None
-
-
-class Parts(Followers, total=False):
-    """What trains an array, and is saved and loaded with it."""
+class Parts(TypedDict, total=False):
+    """What trains an array, and is saved and loaded with it: the scaler is that of the losses."""
 
     optimizer: FusedOptimizer | None
+    schedules: Schedules | None
+    scaler: GradScaler | None
 
 
 def save(
@@ -116,17 +114,7 @@ def read(folder: str | Path) -> State:
 
 def state_of(array: ModelArray, **parts: Unpack[Parts]) -> State:
     """Return everything that an array needs to continue bit for bit, as tensors and JSON values."""
-    optimizer = parts.get("optimizer")
-    return {
-        **outline_of(array, **parts),
-        "tensors": {name: tensor.detach().clone() for name, tensor in _named(array)},
-        "optimizer": None if optimizer is None else deepcopy(optimizer.state_dict()),
-    }
-
-
-def outline_of(array: ModelArray, **parts: Unpack[Parts]) -> State:
-    """Return `state_of` without the array's tensors and the optimizer's state."""
-    schedules, scaler = parts.get("schedules"), parts.get("scaler")
+    optimizer, schedules, scaler = parts.get("optimizer"), parts.get("schedules"), parts.get("scaler")
     random: dict[str, Tensor] = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         random["cuda"] = torch.cuda.get_rng_state(_gpu_of(array))
@@ -139,6 +127,8 @@ def outline_of(array: ModelArray, **parts: Unpack[Parts]) -> State:
         "random": random,
         "schedules": None if schedules is None else [_scheduler_state(each) for each in schedules.schedulers],
         "scaler": None if scaler is None else scaler.state_dict(),
+        "tensors": {name: tensor.detach().clone() for name, tensor in _named(array)},
+        "optimizer": None if optimizer is None else deepcopy(optimizer.state_dict()),
     }
 
 
@@ -148,7 +138,6 @@ def restore(state: Mapping[str, Any], array: ModelArray, **parts: Unpack[Parts])
     Raises:
         CheckpointError: it names the first difference.
     """
-    _refuse_older(state, (*_PARTS, "tensors", "optimizer"))
     check(state, array, **parts)
     if state["models"] != array.size:
         # The selected models only give the shapes: all their tensors are overwritten below.
@@ -156,11 +145,28 @@ def restore(state: Mapping[str, Any], array: ModelArray, **parts: Unpack[Parts])
     with torch.no_grad():
         for name, tensor in _named(array):
             overwrite_(tensor, state["tensors"][name])
-    optimizer = parts.get("optimizer")
+    optimizer, schedules, scaler = parts.get("optimizer"), parts.get("schedules"), parts.get("scaler")
     if optimizer is not None:
         optimizer.load_state_dict(deepcopy(state["optimizer"]))
         separate_step_counters(optimizer)
-    restore_outline(state, array, **parts)
+    for name, values in state["rates"].items():
+        array.set_dropout_rates(name, values)
+    if array.training != state["training"]:
+        # Not otherwise: layers that are kept in evaluation mode while others train stay in it.
+        array.train(state["training"])
+    if schedules is not None:
+        for scheduler, saved in zip(schedules.schedulers, state["schedules"], strict=True):
+            _load_scheduler(scheduler, saved["state"])
+            # Some schedulers keep values in the groups, such as `initial_lr` and `max_lr`.
+            for group, values in zip(scheduler.optimizer.param_groups, saved["groups"], strict=True):
+                group.update(values)
+    if scaler is not None:
+        scaler.load_state_dict(state["scaler"])
+    for generator, saved in zip(array.generators or (), state["generators"], strict=True):
+        generator.set_state(saved.cpu())
+    torch.set_rng_state(state["random"]["cpu"])
+    if "cuda" in state["random"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["random"]["cuda"], _gpu_of(array))
 
 
 def select_parts(kept: Selection, **parts: Unpack[Parts]) -> None:
@@ -170,60 +176,26 @@ def select_parts(kept: Selection, **parts: Unpack[Parts]) -> None:
             part.select(kept)
 
 
-def restore_outline(
-    outline: Mapping[str, Any], array: ModelArray, *, random: bool = True, **parts: Unpack[Parts]
-) -> None:
-    """Load what `outline_of` returned into an array of as many models; call it after the optimizer's state is loaded.
-
-    Args:
-        outline: which `check` has accepted.
-        array: its mode, dropout rates and generators are loaded.
-        random: False leaves the generators unchanged, the models' and torch's own.
-        parts: the schedules and the scaler.
-    """
-    schedules, scaler = parts.get("schedules"), parts.get("scaler")
-    for name, values in outline["rates"].items():
-        array.set_dropout_rates(name, values)
-    if array.training != outline["training"]:
-        # Not otherwise: layers that are kept in evaluation mode while others train stay in it.
-        array.train(outline["training"])
-    if schedules is not None:
-        for scheduler, saved in zip(schedules.schedulers, outline["schedules"], strict=True):
-            _load_scheduler(scheduler, saved["state"])
-            # Some schedulers keep values in the groups, such as `initial_lr` and `max_lr`.
-            for group, values in zip(scheduler.optimizer.param_groups, saved["groups"], strict=True):
-                group.update(values)
-    if scaler is not None:
-        scaler.load_state_dict(outline["scaler"])
-    if not random:
-        return
-    for generator, saved in zip(array.generators or (), outline["generators"], strict=True):
-        generator.set_state(saved.cpu())
-    torch.set_rng_state(outline["random"]["cpu"])
-    if "cuda" in outline["random"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state(outline["random"]["cuda"], _gpu_of(array))
-
-
 def _gpu_of(array: ModelArray) -> torch.device:
     """Return the GPU that the models draw on, which need not be the current one; that one where they are on the CPU."""
     device = next((p.device for p in array.parameters()), torch.device("cuda"))
     return device if device.type == "cuda" else torch.device("cuda")
 
 
-def check(outline: Mapping[str, Any], array: ModelArray, **parts: Unpack[Parts]) -> None:
-    """Refuse an outline of other models, or of another optimizer, schedules or scaler.
+def check(state: Mapping[str, Any], array: ModelArray, **parts: Unpack[Parts]) -> None:
+    """Refuse the state of other models, or of another optimizer, schedules or scaler.
 
     Raises:
         CheckpointError: it names the first difference.
     """
-    _refuse_older(outline, _PARTS)
-    models = outline["models"]
+    _refuse_older(state, _KEYS)
+    models = state["models"]
     if models != array.size and any(owner_of(p) is not None and not is_shared(p) for p in array.parameters()):
         raise CheckpointError(
             f"{models} models in the checkpoint and {array.size} here, and their layers differ. Fuse the models that "
             "are left"
         )
-    ours, theirs = _identity(array, parts), outline["identity"]
+    ours, theirs = _identity(array, parts), state["identity"]
     for name in {**ours, **theirs}:
         if name not in theirs or name not in ours:
             raise CheckpointError(f"{name} is in the {'checkpoint' if name in theirs else 'array'} only")
@@ -233,7 +205,7 @@ def check(outline: Mapping[str, Any], array: ModelArray, **parts: Unpack[Parts])
     kinds = [] if schedules is None else [type(each).__name__ for each in schedules.schedulers]
     for slot in range(models if schedules is not None else 0):
         # A checkpoint of more models than here continues with copies of the last one.
-        saved, here = outline["schedules"][slot]["kind"], kinds[min(slot, array.size - 1)]
+        saved, here = state["schedules"][slot]["kind"], kinds[min(slot, array.size - 1)]
         if saved != here:
             raise CheckpointError(
                 f"slot {slot} has a {saved} in the checkpoint and a {here} here. Make Schedules with a factory for "

@@ -63,7 +63,7 @@ class Codec(Recipe, ABC):
         """Return the size in bytes of the payload of a vector of n elements."""
 
     elementwise: ClassVar[bool] = False
-    """Whether every element is encoded by itself, so that one vector may hold several models."""
+    """Whether every element is encoded by itself, without dropping any."""
     takes_nan: ClassVar[bool] = False
     """Whether on a GPU `encode` takes NaN, and `decode` any bytes, without an error.
 

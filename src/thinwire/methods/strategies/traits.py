@@ -76,7 +76,6 @@ class Traits:
             same step only after its multiples.
         timing_dependent: results depend on which message arrives first, so two runs differ.
         data_dependent_bytes: the number of bytes sent depends on the values sent.
-        elementwise: elements do not affect each other, so one vector may hold several models.
         on_resize: how the state changes with the number of workers. "keep": state that is equal on all workers is kept,
             and the rest is averaged (`Strategy.resized`). "restart": as "keep", but all restart at their average,
             because the state has a mean to which each worker adds only its changes, and a lost worker would remain part
@@ -125,7 +124,6 @@ class Traits:
     skips_steps: bool = False
     timing_dependent: bool = False
     data_dependent_bytes: bool = False
-    elementwise: bool = False
     on_resize: Literal["keep", "restart", "start"] = "keep"
     feeds_back: bool = False
     growing: tuple[str, ...] = ()

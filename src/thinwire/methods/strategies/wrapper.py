@@ -31,7 +31,6 @@ SOURCES: dict[str, Literal["base", "both", "own"]] = {
     "skips_steps": "base",
     "timing_dependent": "base",
     "data_dependent_bytes": "base",
-    "elementwise": "base",
     "lr_factor": "base",
     # These describe one class only; code that reads them checks the base too.
     "on_resize": "own",

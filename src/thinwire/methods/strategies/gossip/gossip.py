@@ -69,7 +69,7 @@ class Gossip(Strategy):
         """See `Traits`."""
         # In the order "while", messages in flight are still to be mixed in.
         rounds = Rounds(estimates=self.order == "after")
-        return Traits(topology=self.topology, elementwise=True, rounds=rounds, on_resize="start")
+        return Traits(topology=self.topology, rounds=rounds, on_resize="start")
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
         """Check that the graph exists for this number of workers, is connected, and keeps the average."""

@@ -82,7 +82,6 @@ class NoLoCo(Strategy):
         return Traits(
             period=self.period,
             topology=self.topology,
-            elementwise=True,
             lr_factor=self.lr / (1 - self.momentum),
             # Velocities and anchors belong to single workers.
             on_resize="start",

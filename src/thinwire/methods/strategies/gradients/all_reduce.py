@@ -63,7 +63,6 @@ class AllReduce(Strategy):
             sends_gradients=True,
             equal_replicas=True,
             lr_factor=1.0 if sends_all(self.codec) else None,
-            elementwise=True,
         )
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:

@@ -153,7 +153,6 @@ class DiLoCo(OuterStep):
         """See `Traits`."""
         return replace(
             super().traits,
-            elementwise=False,  # an optimizer may use norms, and has state such as step counters
             rounds=replace(
                 super().traits.rounds,
                 ends=super().traits.rounds.ends if self.ends_together else (),

@@ -84,7 +84,7 @@ class Local(Strategy):
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
-        return Traits(elementwise=True, rounds=Rounds(local=True, estimates=True))
+        return Traits(rounds=Rounds(local=True, estimates=True))
 
 
 @registered
@@ -156,7 +156,6 @@ class LocalSGD(Strategy):
     def traits(self) -> Traits:
         """See `Traits`."""
         return Traits(
-            elementwise=not self.moments,
             period=self.period,
             steady_from=self.warmup_steps,
             rounds=Rounds(

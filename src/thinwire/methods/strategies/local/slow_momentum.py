@@ -81,7 +81,6 @@ class SlowMo(OuterStep):
         return replace(
             found,
             rounds=replace(found.rounds, optimizer_state=self.buffers),
-            elementwise=self.base.traits.elementwise and self.buffers == "maintain",
             growing=("lr_sum",),
             lr_factor=scaled_by(self.base, self.codec, self.lr, self.momentum),
         )

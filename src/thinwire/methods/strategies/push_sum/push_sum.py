@@ -86,7 +86,7 @@ class PushSum(Strategy):
         """See `Traits`."""
         # Whether weights stay one depends on the graph, which `estimates` of outer_step.py checks.
         rounds = Rounds(estimates=not self.staleness)
-        return Traits(topology=self.topology, elementwise=True, rounds=rounds, on_resize="start")
+        return Traits(topology=self.topology, rounds=rounds, on_resize="start")
 
     def __post_init__(self) -> None:
         if self.biased:

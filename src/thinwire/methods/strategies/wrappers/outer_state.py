@@ -55,7 +55,6 @@ class Sharded(Placed):
         return replace(
             super().traits,
             inelastic="a lost worker's part of the outer state is lost. Use its base, or Offloaded()",
-            elementwise=False,
         )
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:

@@ -100,7 +100,6 @@ class Paced(Wrapper):
         return replace(
             super().traits,
             rounds=replace(super().traits.rounds, local=False),
-            elementwise=False,
             skips_steps=True,
             timing_dependent=not self.steps,
             inelastic="",
