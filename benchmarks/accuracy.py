@@ -191,7 +191,7 @@ def steps_to(found: Sequence[float], target: float | None, every: int) -> int | 
     return next((every * end for end in ends if reached(found[:end], target)), None)
 
 
-def provenance(runs: Sequence[dict[str, Any]]) -> str:
+def provenance(runs: Sequence[Mapping[str, Any]]) -> str:
     """How the table was measured, in one sentence."""
     parts = [
         f"{name} ({SETTINGS[name].model}, {SETTINGS[name].optimizer}, {SETTINGS[name].steps} steps of AllReduce(), "

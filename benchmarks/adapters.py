@@ -24,8 +24,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from thinwire import AdapterArray, adapters
-from thinwire.arrays.finetuning.capacity import PeakMemory
 from thinwire.arrays.fusion import AdamW, Each, keep_memory, measuring
+from thinwire.core.peak_memory import PeakMemory
 from thinwire.core.statistics import ratios
 
 _TURN_SECONDS = 5e-3
@@ -67,8 +67,8 @@ def _timed(work: Callable[[], object], uses: int) -> float:
 def base_of(hidden: int, layers: int) -> Any:
     """Make a model with random weights."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": hidden, "intermediate_size": 43 * hidden // 16, "num_hidden_layers": layers}
-    heads = {"num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 32}
+    sizes: dict[str, Any] = {"hidden_size": hidden, "intermediate_size": 43 * hidden // 16, "num_hidden_layers": layers}
+    heads: dict[str, Any] = {"num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 32}
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, vocab_size=1000, use_cache=False)).train()
 
 
@@ -159,7 +159,12 @@ def ranks(rounds: int = 5) -> None:
 def gpu(rounds: int = 5) -> None:
     """Print a row per shape of batch: 16 adapters of a base of 125 million parameters in bf16, on a GPU."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "vocab_size": 16000}
+    sizes: dict[str, Any] = {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "vocab_size": 16000,
+    }
     config = LlamaConfig(**sizes, num_attention_heads=12, num_key_value_heads=12, use_cache=False)
     model: Any = LlamaForCausalLM(config)
     base, members = model.to("cuda", torch.bfloat16).train(), 16
@@ -190,7 +195,7 @@ def gpu(rounds: int = 5) -> None:
 def memory(members: int = 16) -> None:
     """Print the peak of an array relative to that of one separate run."""
     base, ids = base_of(*BASES["25 M"]), torch.randint(1000, (members, 1, 64))
-    with PeakMemory(base) as one:
+    with PeakMemory([*base.parameters(), *base.buffers()]) as one:
         # One run holds the base itself, and not a copy.
         kept = {id(each): each for each in base.parameters()}
         _two(one_by_one(base, 1, ids[:1], [peft.LoraConfig(target_modules=_USUAL)], kept))
@@ -198,7 +203,7 @@ def memory(members: int = 16) -> None:
     for at_once, checkpointed in ((None, False), (4, False), (1, False), (4, True), (2, True)):
         if checkpointed:
             base.activation_checkpointing_enable()
-        with PeakMemory(base) as many:
+        with PeakMemory([*base.parameters(), *base.buffers()]) as many:
             _two(as_array(base, members, ids, [peft.LoraConfig(target_modules=_USUAL)] * members, at_once=at_once))
         print(
             f"{members} members, at_once={at_once}, checkpointed={checkpointed}: {many.peak / 1e6:.0f} MB, "

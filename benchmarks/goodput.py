@@ -47,7 +47,6 @@ Each result is a line of JSON, and of benchmarks/results/survival/NAME.jsonl wit
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import random
@@ -59,7 +58,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -326,42 +324,16 @@ def measure(contender: str, options: argparse.Namespace) -> dict[str, Any]:
 # -- a worker ----------------------------------------------------------------------------------------------------------
 
 
-class Loop:
-    """What every contender does in a step.
-
-    Args:
-        slot: of the worker, from 0.
-    """
-
-    def __init__(self, slot: int) -> None:
-        import torch
-
-        from thinwire.lab import tasks
-
-        torch.set_num_threads(1)
-        self._slot = slot
-        self._task = tasks.load("text")
-        self._shard = self._task.shards(WORKERS, split="iid", seed=0)[slot]
-        self.model = self._task.model("0.5m", seed=0)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-
-    def once(self, step: int) -> None:
-        """A step of `STEP_SECONDS`, with what the library adds."""
-        ends = time.monotonic() + STEP_SECONDS
-        batch = self._task.batch(self._shard, step, batch_size=BATCH, seed=0, rank=self._slot)
-        self.optimizer.zero_grad()
-        self._task.loss(self.model, batch).backward()
-        time.sleep(max(0.0, ends - time.monotonic()))
-        self.optimizer.step()
-
-
 def train(slot: int, recipe: str, *, elastic: bool) -> None:
     """A worker of `thinwire` or of `restart`."""
     import thinwire
     from thinwire.errors import CheckpointError
 
-    loop, folder = Loop(slot), Path(os.environ["GOODPUT_FOLDER"])
-    worker = thinwire.attach(loop.model, loop.optimizer, recipe, elastic=elastic, timeout=60)
+    folder, trainer = (
+        Path(os.environ["GOODPUT_FOLDER"]),
+        fleet.Trainer(WORKERS, slot, batch=BATCH, seconds=STEP_SECONDS),
+    )
+    worker = thinwire.attach(trainer.model, trainer.optimizer, recipe, elastic=elastic, timeout=60)
     period, pending = int(getattr(thinwire.parse(recipe), "period", 1)), 0
     if not elastic:
         # Where none is complete yet, the run begins anew.
@@ -369,7 +341,7 @@ def train(slot: int, recipe: str, *, elastic: bool) -> None:
             worker.load(folder)
         fleet.tell(loaded=worker.step)
     while True:
-        loop.once(worker.step)
+        trainer.step(worker.step)
         pending += 1
         kept = pending if worker.step % period == 0 else 0
         pending -= kept
@@ -387,79 +359,16 @@ def train_torchft(slot: int, method: str) -> None:
     # The namespaces have no names: what it tells the others must be an address.
     own = own_address()
     socket.gethostname = lambda: own
-    import torch
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-    loop = Loop(slot)
-    healed: list[bool] = []
-    committed: list[bool] = []
-    store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
-    lighthouse = f"http://{address(0)}:{LIGHTHOUSE_PORT}"
-    manager = manager_of(loop, own, store.port, healed, committed, lighthouse, f"worker_{os.environ['RANK']}")
-    local_sgd: Any = importlib.import_module("torchft.local_sgd")
-    if method == "DiLoCo":
-        outer = torch.optim.SGD(loop.model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
-        context = local_sgd.DiLoCo(manager, [loop.model], loop.optimizer, outer, sync_every=PERIOD)
-    else:
-        context = local_sgd.LocalSGD(manager, loop.model, loop.optimizer, sync_every=PERIOD)
-    with context:
-        step, pending = 0, 0
-        while True:
-            loop.once(step)
-            step, pending, kept = step + 1, pending + 1, 0
-            if healed:
-                pending = 0  # what came before the others' state
-            if committed and committed[-1]:
-                kept, pending = pending, 0
-            elif committed and method == "DiLoCo":
-                pending = 0  # it goes back to the last average
-            healed.clear()
-            committed.clear()
-            fleet.tell(step=step, kept=kept)
-
-
-def manager_of(
-    loop: Any, own: str, port: int, healed: list[bool], committed: list[bool], lighthouse: str, name: str
-) -> Any:
-    """Return a manager that notes in `healed` when it got another worker's state, and in `committed` each decision."""
-    torchft: Any = importlib.import_module("torchft")
-
-    def load(state: dict[str, Any]) -> None:
-        healed.append(True)
-        loop.model.load_state_dict(state["model"])
-        loop.optimizer.load_state_dict(state["optimizer"])
-
-    manager = torchft.Manager(
-        pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=60)),
-        load_state_dict=load,
-        state_dict=lambda: {"model": loop.model.state_dict(), "optimizer": loop.optimizer.state_dict()},
-        min_replica_size=1,
-        use_async_quorum=False,
-        rank=0,
-        world_size=1,
-        store_addr=own,
-        store_port=port,
-        lighthouse_addr=lighthouse,
-        replica_id=name,
-        hostname=own,
-    )
-    ask = manager.should_commit
-
-    def should_commit(*arguments: Any, **named: Any) -> bool:
-        committed.append(ask(*arguments, **named))
-        return committed[-1]
-
-    manager.should_commit = should_commit
-    return manager
+    named = {"lighthouse": f"http://{address(0)}:{LIGHTHOUSE_PORT}", "name": f"worker_{os.environ['RANK']}"}
+    trainer = fleet.Trainer(WORKERS, slot, batch=BATCH, seconds=STEP_SECONDS)
+    for step, kept in fleet.torchft_steps(trainer, method, PERIOD, **named, address=own):
+        fleet.tell(step=step, kept=kept or 0)
 
 
 def host(kind: str) -> None:
     """The store or the lighthouse."""
     if kind == "torchft":
-        coordination: Any = importlib.import_module("torchft.coordination")
-        _lighthouse = coordination.LighthouseServer(
-            bind=f"0.0.0.0:{LIGHTHOUSE_PORT}", min_replicas=1, join_timeout_ms=10_000, quorum_tick_ms=100
-        )
+        _lighthouse = fleet.lighthouse(f"0.0.0.0:{LIGHTHOUSE_PORT}")
     else:
         from thinwire.core.comm.rendezvous import host_store
 

@@ -116,7 +116,8 @@ def rounded_cases(x: Tensor) -> list[Case]:
 
         return Case(f"nearest, {bits}-bit, encode with residual + decode", ours, theirs, 1.5)
 
-    size, few = {"chunk": 4096, "kept": 64, "bits": 2}, torch.zeros_like(x)
+    size: dict[str, Any] = {"chunk": 4096, "kept": 64, "bits": 2}
+    few = torch.zeros_like(x)
     packed = torch.empty(kernels.chunked_nbytes(n, **size), dtype=torch.uint8)
 
     def ours() -> None:

@@ -43,19 +43,18 @@ from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import thinwire
 from benchmarks import fleet
 from benchmarks.nat import STORE_VARIABLES, NatRig, start_store
-from benchmarks.unequal import BATCH, BATCHES, LR, PERIOD, WORKERS, compared, loss_after, loss_of
+from benchmarks.unequal import BATCH, BATCHES, PERIOD, WORKERS, compared, loss_after, loss_of
 from thinwire.core.storage.bucket import KEY, new_key
 from thinwire.elastic.closing import CloseRule, Closing, Contribution
-from thinwire.lab import tasks
 from thinwire.planning.plan.late import Fleet, simulate
 
 SPEEDS = (1.0, 1.0, 1.0, 5.0)
@@ -93,36 +92,36 @@ LARGE = Setting(
 )  # fmt: skip
 
 
+class Vector:
+    """A vector that is trained in steps of a fixed length."""
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        self.model = torch.nn.Linear(NUMEL, 1, bias=False)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self._x = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank)) / NUMEL**0.5
+        self._seconds = seconds
+
+    def step(self, _: int) -> None:
+        """Train on the worker's one batch."""
+        ends = time.monotonic() + self._seconds
+        self.optimizer.zero_grad()
+        self.model(self._x).square().mean().backward()
+        time.sleep(max(0.0, ends - time.monotonic()))
+        self.optimizer.step()
+
+
 def worker(rank: int, url: str, *, late: bool, large: bool) -> None:
     """Train until it is killed; prints when each step has ended."""
-    torch.set_num_threads(1)
     setting = LARGE if large else SMALL
-    if large:
-        task = tasks.load("text")
-        model: torch.nn.Module = task.model("6m", seed=0)
-        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-        shard = task.shards(WORKERS, split="iid", seed=0)[rank]
-    else:
-        model = torch.nn.Linear(NUMEL, 1, bias=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        x = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank)) / NUMEL**0.5
-
-    def loss(number: int) -> Tensor:
-        if large:
-            return task.loss(model, task.batch(shard, number, batch_size=1, seed=0, rank=rank))
-        return model(x).square().mean()
-
+    seconds = setting.step * SPEEDS[rank]
+    trainer = fleet.Trainer(WORKERS, rank, size="6m", batch=1, seconds=seconds) if large else Vector(rank, seconds)
     recipe = BASE if late else setting.recipe
     elastic: Any = thinwire.LateMerging(**setting.late) if late else False
-    trained = thinwire.attach(model, optimizer, recipe, rendezvous=url, workers=WORKERS, elastic=elastic, timeout=600)
-    number = 0
-    while True:
-        start = time.monotonic()
-        loss(number).backward()
-        time.sleep(max(0.0, start + setting.step * SPEEDS[rank] - time.monotonic()))
-        optimizer.step()
-        optimizer.zero_grad()
-        number += 1
+    trained = thinwire.attach(
+        trainer.model, trainer.optimizer, recipe, rendezvous=url, workers=WORKERS, elastic=elastic, timeout=600
+    )
+    for number in count():
+        trainer.step(number)
         fleet.tell(step=trained.step)
 
 
@@ -134,6 +133,7 @@ def started(*, late: bool, large: bool) -> Generator[list[subprocess.Popen[str]]
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         url = f"file://{folder}/run"
+        rig = None
         if large:
             rig = stack.enter_context(NatRig(WORKERS, up=100e6, down=100e6, delay=0.0005))
             stack.callback(end, [start_store(rig, WORKERS, Path(folder))])
@@ -144,7 +144,7 @@ def started(*, late: bool, large: bool) -> Generator[list[subprocess.Popen[str]]
         for rank in range(WORKERS):
             words = [*command, "--url", url, "--rank", str(rank)]
             extra = {**environment, "THINWIRE_RANK": str(rank)}
-            if large:
+            if rig is not None:
                 workers.append(rig.start(rank, words, extra, stdout=subprocess.PIPE))
             else:
                 workers.append(subprocess.Popen(words, env={**os.environ, **extra}, stdout=subprocess.PIPE, text=True))
@@ -200,9 +200,13 @@ def late_loss(seed: int) -> float:
     log, url = closings(), f"memory://{secrets.token_hex(4)}"
 
     def train(_: int) -> float:
-        shared = {"rendezvous": url, "workers": WORKERS, "timeout": 900, "key": ""}
+        shared: dict[str, Any] = {"rendezvous": url, "workers": WORKERS, "timeout": 900, "key": ""}
         late = thinwire.LateMerging(replay=log)
-        return loss_after(len(log) * PERIOD, seed, lambda *made: thinwire.attach(*made, BASE, elastic=late, **shared))
+
+        def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> thinwire.Worker:
+            return thinwire.attach(model, optimizer, BASE, elastic=late, **shared)
+
+        return loss_after(len(log) * PERIOD, seed, attach)
 
     with ThreadPoolExecutor(WORKERS) as pool:
         return max(pool.map(train, range(WORKERS)))

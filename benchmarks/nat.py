@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import importlib
 import json
 import os
 import random
@@ -250,7 +251,8 @@ def start_store(rig: NatRig, place: int, folder: Path) -> subprocess.Popen[str]:
 def work(parameters: int, period: int, delay: int, rounds: int, step_seconds: float, folder: Path) -> None:
     """Train as one worker, and write what it has measured to a file of its rank."""
     import thinwire
-    from thinwire.core.comm import bucket
+
+    bucket: Any = importlib.import_module("thinwire.core.comm.bucket")
 
     torch.set_num_threads(1)
     messages: list[bytes] = []

@@ -59,7 +59,7 @@ def take_turns(
             step()
         ends.get(name, _nothing)()
     for turn in range(rounds):
-        names = list(contenders) if turn % 2 == 0 else list(reversed(contenders))
+        names = list(contenders)[:: -1 if turn % 2 else 1]
         for name in names:
             for _ in range(lead):
                 contenders[name]()

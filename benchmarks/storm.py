@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib
 import json
 import math
 import os
@@ -46,7 +45,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Generator
@@ -55,6 +53,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import fleet
 from benchmarks.nat import weed
 from benchmarks.peers import install, installed, python_of
 from thinwire.core.storage.bucket import KEY, new_key
@@ -432,128 +431,72 @@ def measure(options: argparse.Namespace, contender: str, faults: list[Fault], ba
 # -- a worker ----------------------------------------------------------------------------------------------------------
 
 
-def tell(**said: Any) -> None:
-    """A line to the parent."""
-    print(json.dumps({"at": time.monotonic(), **said}), flush=True)
+def trainer_of(options: argparse.Namespace) -> fleet.Trainer:
+    """Return a worker's model and steps."""
+    size = "0.5m" if options.task == "text" else None
+    given: dict[str, Any] = {"task": options.task, "size": size, "seconds": options.step_seconds}
+    return fleet.Trainer(options.workers, options.slot, order=options.number, **given)
 
 
-class Training:
-    """The model, its optimizer and the steps of a worker.
-
-    Args:
-        options: of the command line.
-    """
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        import torch
-
-        from benchmarks.unequal import LR, model_of
-        from thinwire.lab import tasks
-
-        torch.set_num_threads(1)
-        self._options, self._own = options, 0
-        self._task = tasks.load(options.task)
-        self._shard = self._task.shards(options.workers, split="iid", seed=0)[options.slot]
-        if options.task == "text":
-            self.model, self.optimizer = model_of(0)
-        else:
-            self.model = self._task.model(self._task.default_size, seed=0)
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR)
-
-    def step(self) -> int:
-        """Train for a step; returns how many this process has taken."""
-        from benchmarks.unequal import BATCH
-
-        ends = time.monotonic() + self._options.step_seconds
-        seed, slot = self._options.number, self._options.slot
-        batch = self._task.batch(self._shard, self._own, batch_size=BATCH, seed=seed, rank=slot)
-        self.optimizer.zero_grad()
-        self._task.loss(self.model, batch).backward()
-        time.sleep(max(0.0, ends - time.monotonic()))
-        self.optimizer.step()
-        self._own += 1
-        return self._own
-
-    def evaluate(self, model: Any) -> None:
-        """Report the held-out loss."""
-        tell(loss=self._task.evaluate(model, limit=EVALUATED).loss)
+def evaluate(trainer: fleet.Trainer, model: Any) -> None:
+    """Report the held-out loss."""
+    fleet.tell(loss=trainer.task.evaluate(model, limit=EVALUATED).loss)
 
 
 def work(options: argparse.Namespace) -> None:
     """Train as one worker until the parent names a step."""
     import thinwire
 
-    training, stop, late = Training(options), Path(os.environ["STORM_STOP"]), options.worker == "late"
+    trainer, stop, late = trainer_of(options), Path(os.environ["STORM_STOP"]), options.worker == "late"
     worker = thinwire.attach(
-        training.model,
-        training.optimizer,
+        trainer.model,
+        trainer.optimizer,
         f"DiLoCo(period={options.period})",
         rendezvous=os.environ["STORM_URL"],
         workers=options.workers,
         elastic=thinwire.LateMerging(quorum=options.quorum) if late else True,
         timeout=60,
     )
-    until, told, evaluates = 1 << 40, 0, False
+    until, told, evaluates, own = 1 << 40, 0, False, 0
     while worker.step < until:
-        own = training.step()
-        tell(step=worker.step)
+        trainer.step(own)
+        own += 1
+        fleet.tell(step=worker.step)
         if late:
             elastic: Any = worker.elastic
             for each in elastic.closings[told:]:
-                tell(round=each.round, tokens=sum(taken.tokens for taken in each.contributions))
+                fleet.tell(round=each.round, tokens=sum(taken.tokens for taken in each.contributions))
             told = len(elastic.closings)
         elif worker.step % options.period == 0:
             # The first round of a worker that joins may be only a part of one.
-            tell(round=worker.step, tokens=min(options.period, own))
+            fleet.tell(round=worker.step, tokens=min(options.period, own))
         if until == 1 << 40 and stop.exists():
             named = json.loads(stop.read_text())
             until, evaluates = named["step"], named["slot"] == options.slot
     with worker.consensus() as agreed:
         if evaluates:
-            training.evaluate(agreed)
+            evaluate(trainer, agreed)
     worker.detach()
 
 
 def work_torchft(options: argparse.Namespace) -> None:
     """Train as a replica group of torchft until the parent's file exists; the named worker then evaluates."""
-    import torch
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-    from benchmarks.goodput import manager_of
-
-    training, stop = Training(options), Path(os.environ["STORM_STOP"])
-    healed, committed = list[bool](), list[bool]()
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    name = f"worker_{options.slot}_{options.number}"
-    manager = manager_of(training, "127.0.0.1", store.port, healed, committed, os.environ["STORM_LIGHTHOUSE"], name)
-    local_sgd: Any = importlib.import_module("torchft.local_sgd")
-    outer = torch.optim.SGD(training.model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
-    with local_sgd.DiLoCo(manager, [training.model], training.optimizer, outer, sync_every=options.period):
-        pending = 0
-        while True:
-            own, pending = training.step(), pending + 1
-            if healed:
-                pending = 0  # the steps before the others' state
-            if committed:
-                if committed[-1]:
-                    tell(round=own, tokens=pending)
-                pending = 0  # without a commit it returns to the last mean
-                if committed[-1] and stop.exists() and json.loads(stop.read_text())["slot"] == options.slot:
-                    training.evaluate(training.model)
-                    stop.with_suffix(".done").touch()
-            tell(step=own)
-            healed.clear()
-            committed.clear()
-            if stop.with_suffix(".done").exists():
-                os._exit(0)  # the library's threads would wait for the other workers
+    trainer, stop = trainer_of(options), Path(os.environ["STORM_STOP"])
+    named = {"lighthouse": os.environ["STORM_LIGHTHOUSE"], "name": f"worker_{options.slot}_{options.number}"}
+    for step, kept in fleet.torchft_steps(trainer, "DiLoCo", options.period, **named):
+        if kept is not None:
+            fleet.tell(round=step, tokens=kept)
+            if stop.exists() and json.loads(stop.read_text())["slot"] == options.slot:
+                evaluate(trainer, trainer.model)
+                stop.with_suffix(".done").touch()
+        fleet.tell(step=step)
+        if stop.with_suffix(".done").exists():
+            os._exit(0)  # the library's threads would wait for the other workers
 
 
 def host_lighthouse() -> None:
     """Run torchft's lighthouse until it is killed; prints its address."""
-    coordination: Any = importlib.import_module("torchft.coordination")
-    server = coordination.LighthouseServer(
-        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=10_000, quorum_tick_ms=100
-    )
+    server = fleet.lighthouse("127.0.0.1:0")
     print(f"http://127.0.0.1:{server.address().rpartition(':')[2]}", flush=True)
     signal.pause()
 

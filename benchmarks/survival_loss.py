@@ -70,6 +70,7 @@ class Run:
 
 def dealt(worker: thinwire.Worker) -> int:
     """How many batches all workers have used before this step; the same on all of them."""
+    assert worker.elastic is not None
     crews, total = worker.elastic.crews(), 0
     for number, crew in enumerate(crews):
         until = crews[number + 1].begins if number + 1 < len(crews) else worker.step

@@ -94,7 +94,7 @@ def contender(task: Any, optimizer: str, recipe: str, batch_size: int) -> tuple[
         columns = recipe.removeprefix("ddp").strip()
         # One bucket for PowerSGD: its later messages are sent from the thread that received the earlier ones, so that
         # over Gloo those of several buckets would be matched wrongly.
-        wrapped = DistributedDataParallel(model, **({"bucket_cap_mb": 64} if columns else {}))
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=64 if columns else None)
         if columns:
             wrapped.register_comm_hook(PowerSGDState(None, int(columns), start_powerSGD_iter=2), powerSGD_hook)
     elif recipe != "bare":

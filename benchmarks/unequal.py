@@ -31,29 +31,21 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import torch
 
 import thinwire
 from benchmarks import fleet
-from thinwire.lab import tasks
 from thinwire.lab.emulate import Network, Workers, parse_links
-from thinwire.lab.tasks.models.base import build
-from thinwire.lab.tasks.models.gpt import GPT, GPT_SIZES
 
 BASES = ("LocalSGD(period=32)", "SlowMo(period=32)", "DiLoCo(period=32)")
-WORKERS, BATCH, PERIOD, LR = 4, 4, 32, 1e-3
+WORKERS, BATCH, PERIOD = 4, 4, 32
 LENGTHS = (0.25, 0.25, 0.25, 1.0)
 UNEQUAL_STEPS = (32, 32, 32, 8)
 BATCHES = 1664
 WARM_SECONDS, WINDOW_SECONDS, MOST_SECONDS = 20.0, 60.0, 200.0
-
-
-def model_of(seed: int) -> tuple[GPT, torch.optim.Optimizer]:
-    """The model and its optimizer."""
-    model = build(lambda: GPT(GPT_SIZES["0.5m"]), seed=seed)
-    return model, torch.optim.AdamW(model.parameters(), lr=LR)
 
 
 # -- speed -------------------------------------------------------------------------------------------------------------
@@ -78,22 +70,11 @@ def speed(recipe: str, link: str) -> dict[str, Any]:
 
 def worker(recipe: str) -> None:
     """Train until it is killed; prints when each step has ended."""
-    torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    task = tasks.load("text")
-    shard = task.shards(WORKERS, split="iid", seed=0)[rank]
-    model, optimizer = model_of(0)
-    trained = thinwire.attach(model, optimizer, recipe)
-    number = 0
-    while True:
-        start = time.monotonic()
-        batch = task.batch(shard, number, batch_size=BATCH, seed=0, rank=rank)
-        task.loss(model, batch).backward()
-        trained.record_batch(BATCH)
-        time.sleep(max(0.0, start + LENGTHS[rank] - time.monotonic()))
-        optimizer.step()
-        optimizer.zero_grad()
-        number += 1
+    trainer = fleet.Trainer(WORKERS, rank, seconds=LENGTHS[rank])
+    trained = thinwire.attach(trainer.model, trainer.optimizer, recipe)
+    for number in count():
+        trainer.step(number, trained)
         fleet.tell(step=trained.step)
 
 
@@ -108,18 +89,15 @@ def loss_after(steps: int, seed: int, attach: Callable[..., thinwire.Worker]) ->
         seed: of the parameters and the order of the data.
         attach: makes the worker of a model and its optimizer.
     """
-    task = tasks.load("text")
-    model, optimizer = model_of(seed)
-    trained, number = attach(model, optimizer), 0
-    shard = task.shards(WORKERS, split="iid", seed=0)[trained.rank]
-    while trained.step < steps:
-        task.loss(model, task.batch(shard, number, batch_size=BATCH, seed=seed, rank=trained.rank)).backward()
-        trained.record_batch(BATCH)
-        optimizer.step()
-        optimizer.zero_grad()
-        number += 1
+    trainer = fleet.Trainer(WORKERS, seed=seed)
+    trained = attach(trainer.model, trainer.optimizer)
+    trainer.slot = trained.rank
+    for number in count():
+        if trained.step >= steps:
+            break
+        trainer.step(number, trained)
     with trained.consensus() as agreed:
-        found = task.evaluate(agreed, limit=256).loss if trained.rank == 0 else 0.0
+        found = trainer.task.evaluate(agreed, limit=256).loss if trained.rank == 0 else 0.0
     trained.detach()
     return found
 
@@ -129,7 +107,7 @@ def loss_of(strategy: str, seed: int, per_round: int) -> float:
     steps = BATCHES // per_round * PERIOD
 
     def train(comm: thinwire.Comm) -> float:
-        return loss_after(steps, seed, lambda *made: thinwire.attach(*made, strategy, comm=comm))
+        return loss_after(steps, seed, lambda model, optimizer: thinwire.attach(model, optimizer, strategy, comm=comm))
 
     return thinwire.run_threads(WORKERS, train, timeout=600)[0]
 

@@ -48,8 +48,8 @@ FLOORS: list[set[str]] = [
 # The same within the packages that have several: each may import from those before it.
 ROOMS = {
     "core": [
-        {"torch_internals", "validation", "units", "quantities", "statistics"},
-        {"storage", "kernels"},
+        {"torch_internals", "validation", "units", "quantities", "statistics", "modes"},
+        {"storage", "kernels", "peak_memory"},
         {"comm"},
         {"replica", "view"},
     ],
@@ -63,7 +63,7 @@ ROOMS = {
 APART = {"lab.tasks", "lab.emulate", "lab.report", "arrays.fusion"}
 GROUND = {"errors", "_version", "planning.links"} | {
     f"core.{room}"
-    for room in ("torch_internals", "validation", "units", "quantities", "statistics", "storage", "kernels")
+    for room in ("torch_internals", "validation", "units", "quantities", "statistics", "modes", "storage", "kernels")
 }
 # Packages whose files are alternatives to each other, with what is common to all of them in `base` (and `comm.work`,
 # `comm.runtime`).

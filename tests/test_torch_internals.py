@@ -440,14 +440,3 @@ def test_trees_and_dispatch_modes() -> None:
     with Count():
         torch.ones(1).add_(1)
     assert Count.calls >= 2
-
-
-def test_a_storage_exists_as_long_as_any_view_of_it() -> None:
-    x = torch.empty(10, device="meta")
-    view = x[2:]
-    key, alive = internals.storage_alive(x)
-    assert internals.storage_alive(view)[0] == key
-    del x
-    assert alive()
-    del view
-    assert not alive()

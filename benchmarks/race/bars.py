@@ -9,7 +9,7 @@ from statistics import median
 
 from benchmarks.race.racers import LINKS, SIZES, ddp_of
 from benchmarks.race.results import PAIRED, result
-from benchmarks.race.table import NOT_RUN, Row, rows
+from benchmarks.race.table import NOT_RUN, Row, first, rows
 
 AHEAD = 0.98
 """A peer is ahead if it is at the target in less than so much of the time: less is noise of the clock."""
@@ -50,7 +50,7 @@ class Bar:
 
 def bars() -> list[Bar]:
     """All of them."""
-    found = [bar for link, *limits in _LIMITS for bar in _of_link(link, *limits)]
+    found = [bar for limits in _LIMITS for bar in _of_link(*limits)]
     return [*found, *_eight(), *_unlimited()]
 
 
@@ -68,12 +68,6 @@ assert {link for link, *_ in _LIMITS} <= set(LINKS)
 def winner(link: str) -> Row | None:
     """The fastest thinwire recipe among those with all seeds, with 4 workers."""
     return first([row for row in rows(link, SIZES[0]) if row.racer.whose == "thinwire" and row.racer.headline])
-
-
-def first(found: list[Row]) -> Row | None:
-    """The one that is first at the target; None where none is known to reach it."""
-    known = [row for row in found if row.to_target < float("inf")]
-    return min(known, key=lambda row: row.to_target) if known else None
 
 
 def _of_link(link: str, wall: float | None, over_ddp: float | None, over_peer: float) -> Iterator[Bar]:

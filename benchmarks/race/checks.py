@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from benchmarks.race.racers import LINKS, SEEDS, Racer, named, of_task
+from benchmarks.race.racers import LINKS, SEEDS, Racer, named
 from benchmarks.race.results import Fields, best_try, curve_of, result, steps_to, targets
 from benchmarks.race.runs import curve, settings_of
-from benchmarks.race.table import NOT_RUN, rows
+from benchmarks.race.table import NOT_RUN, first, rows
 
 WORKERS = 4
 # Where and of whom the first one is checked.
@@ -16,11 +16,8 @@ assert {link for link, _ in WHERE} <= set(LINKS)
 
 def first_of(link: str, own: bool) -> Racer | None:
     """Who is first on a link, of thinwire's or of the others; None before enough has been run."""
-    headline = [racer for racer in of_task("text") if racer.headline and (racer.whose == "thinwire") == own]
-    found = {row.racer.name: row for row in rows(link, WORKERS)}
-    raced = [found[racer.name] for racer in headline if found[racer.name].seconds is not None]
-    known = [row for row in raced if row.to_target < float("inf")]
-    return min(known, key=lambda row: row.to_target).racer if known else None
+    found = [row for row in rows(link, WORKERS) if row.racer.headline and (row.racer.whose == "thinwire") == own]
+    return None if (row := first(found)) is None else row.racer
 
 
 def check_name(link: str, own: bool) -> str:

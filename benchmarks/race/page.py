@@ -9,11 +9,11 @@ from pathlib import Path
 import benchmarks.race as rule
 from benchmarks.peers import NOT_RUN as PEERS_NOT_RUN
 from benchmarks.race import planner
-from benchmarks.race.bars import bars, first
+from benchmarks.race.bars import bars
 from benchmarks.race.checks import check_lines, whole_runs
 from benchmarks.race.racers import LOCALS, OUTER, OUTER_RATES, PLACES, RACERS, SIZES, Racer, ddp_of, named
 from benchmarks.race.results import RESULTS, best_try, final_of_try, result, tries
-from benchmarks.race.table import COST, NOT_RUN, SPEED, STEP, Row, rows, table, wall_seconds
+from benchmarks.race.table import COST, NOT_RUN, SPEED, STEP, Row, first, rows, table, wall_seconds
 from reproductions.shared.committed import filled
 from thinwire import parse
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.race.racers import LINKS, SIZES, WORKS
 from benchmarks.race.results import RESULTS, Fields, best_try, result
-from benchmarks.race.table import NOT_RUN, Row, rows
+from benchmarks.race.table import NOT_RUN, Row, first, rows
 from thinwire import parse
 
 NAME = "planner"
@@ -92,9 +92,9 @@ def near() -> tuple[int, int]:
 
 def _steps() -> dict[tuple[str, str], tuple[float, float]]:
     """Predicted and measured seconds, by link and racer."""
-    found: dict[tuple[str, str], tuple[float, float]] = {}
+    answers, found = (result(NAME) or {"links": {}})["links"], dict[tuple[str, str], tuple[float, float]]()
     for link in asked():
-        predicted = result(NAME)["links"][link].get("predicted", {})
+        predicted = answers[link].get("predicted", {})
         for row in rows(link, SIZES[0]):
             if row.racer.whose == "thinwire" and row.seconds:
                 for recipe, taken in predicted.items():
@@ -105,12 +105,12 @@ def _steps() -> dict[tuple[str, str], tuple[float, float]]:
 
 def _line(link: str, answer: Fields) -> str:
     found = [row for row in rows(link, SIZES[0]) if row.racer.whose == "thinwire" and row.to_target < float("inf")]
-    first = min(found, key=lambda row: row.to_target, default=None)
+    fast = first(found)
     own = next((row for row in found if _is(row, answer["recommended"])), None)
     steps = [f"{answer[name]:.3f}" for name in ("step_seconds", "loaded_step_seconds")]
     step = f"{answer['predicted_seconds_per_step']:.3f}"
     measured = f"{own.seconds:.3f}" if own and own.seconds else NOT_RUN
-    cells = [link, *steps, f"`{answer['recommended']}`", step, measured, _seconds(own), _named(first), _seconds(first)]
+    cells = [link, *steps, f"`{answer['recommended']}`", step, measured, _seconds(own), _named(fast), _seconds(fast)]
     return f"| {' | '.join(cells)} |"
 
 

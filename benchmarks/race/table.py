@@ -83,6 +83,12 @@ def rows(link: str, workers: int, task: str = "text") -> list[Row]:
     return sorted(found, key=lambda row: (row.to_target, row.seconds or float("inf")))
 
 
+def first(found: Sequence[Row]) -> Row | None:
+    """The one that is first at the target; None where none is known to reach it."""
+    known = [row for row in found if row.to_target < float("inf")]
+    return min(known, key=lambda row: row.to_target, default=None)
+
+
 def _wall_of(racer: Racer) -> Racer:
     return LOCALS[racer.task] if racer.headline or racer.task != LATER_LOCAL.task else LATER_LOCAL
 

@@ -18,7 +18,6 @@ from typing import Literal
 
 from thinwire.core.validation import check_field_types
 from thinwire.errors import ConfigError
-from thinwire.tensor2d.pace import product_elements
 
 Direction = Literal["forward", "backward", "both"]
 Scheme = Literal["1d", "1d+sequence", "2d"]
@@ -58,6 +57,22 @@ class Layer:
     def ranks(self) -> int:
         """Number of ranks of the mesh, p."""
         return self.rows * self.columns
+
+
+def product_elements(tokens: int, inputs: int, outputs: int, rows: int, columns: int, *, layout: str = "auto") -> float:
+    """Return the elements that a rank sends in one product of a linear layer, forward or backward.
+
+    Args:
+        tokens: tokens of the whole batch.
+        inputs: input features of the linear layer.
+        outputs: output features of the linear layer.
+        rows: rows of the mesh.
+        columns: columns of the mesh.
+        layout: "AB", "ABT", or "auto" for the one that sends less.
+    """
+    # Activations of one side are sent across columns, gathered or as partial sums; the weight across rows.
+    side = {"AB": inputs, "ABT": outputs, "auto": min(inputs, outputs)}[layout]
+    return tokens * side * (columns - 1) / (rows * columns) + inputs * outputs * (rows - 1) / (rows * columns)
 
 
 def backward_elements(

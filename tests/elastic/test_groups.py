@@ -195,7 +195,7 @@ def test_what_a_group_cannot_do_is_refused_on_all_its_ranks() -> None:
 @pytest.mark.timeout(300)
 def test_random_ranks_are_killed_and_the_others_continue_with_one_model() -> None:
     found = subprocess.run(
-        [sys.executable, "-m", "benchmarks.group_kills", "--kills", "4", "--groups", "3", "--seed", "3"],
+        [sys.executable, "-m", "tests.elastic.group_kills", "--kills", "4", "--groups", "3", "--seed", "3"],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

@@ -12,9 +12,9 @@ from reproductions.optimus.costs import (
     layer_elements,
     one_dimensional_elements,
     parameters_held,
+    product_elements,
 )
 from thinwire import ConfigError
-from thinwire.tensor2d.pace import product_elements
 
 SHAPES = [(r, c) for r in (1, 2, 3, 4, 8) for c in (1, 2, 3, 4, 8)]
 

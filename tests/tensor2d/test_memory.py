@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from reproductions.optimus.costs import Layer, activations_held, most_tokens, parameters_held, step_peak
 from reproductions.optimus.meter import Counted
@@ -19,9 +18,7 @@ from reproductions.optimus.worker import Race, run
 from tests.oracles.tensor2d import drawn
 from tests.pool import run_processes
 from tests.tensor2d.helpers import run as run_threads
-from thinwire.tensor2d import Mesh2D, Pace, Panels, multiply_ab, multiply_abt, parallelize_2d
-from thinwire.tensor2d.pace import choose_panels_
-from thinwire.tensor2d.plan import Untouched
+from thinwire.tensor2d import Mesh2D, Panels, multiply_ab, multiply_abt
 
 RACE = Race(Stem(layers=2, hidden=64, heads=4, length=32, sequences=16), rows=2, columns=2, rounds=0)
 
@@ -114,28 +111,3 @@ def test_no_more_than_two_panels_are_there_at_a_time(multiply: Any) -> None:
         # Two operands and the result; then, of two panels, what arrived, what was sent, and terms, which threads
         # hold until the slowest has them.
         assert peak <= 3 * own + 12 * panel
-
-
-class Wide(nn.Module):
-    """Two layers of different shapes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            self.wide, self.narrow = nn.Linear(24, 96), nn.Linear(96, 24)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.narrow(self.wide(x))
-
-
-def test_every_layer_gets_the_panels_that_are_fastest_on_this_link() -> None:
-    def chosen(mesh: Mesh2D, latency: float) -> dict[str, Panels]:
-        model = parallelize_2d(Wide(), mesh, {Wide: Untouched()})
-        found = choose_panels_(model, Pace(latency, 8e6, 1e6), tokens=48)
-        assert model.get_submodule("wide").panels == found["wide"]
-        return found
-
-    slow_to_start = run_threads(2, 2, lambda mesh: chosen(mesh, 1.0))
-    assert slow_to_start == [{"wide": Panels(1), "narrow": Panels(1)}] * 4
-    quick = run_threads(2, 2, lambda mesh: chosen(mesh, 1e-6))[0]
-    assert all(panels.count > 1 for panels in quick.values())

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
-from reproductions.optimus.costs import Layer, layer_elements, loss_elements, norm_elements, vector_elements
+from reproductions.optimus.costs import (
+    Layer,
+    layer_elements,
+    loss_elements,
+    norm_elements,
+    product_elements,
+    vector_elements,
+)
 from tests.grids import fast_where
 from tests.oracles.tensor2d import BATCH, LENGTH, MESHES, VOCABULARY, Encoder, serial_gradients, serial_loss, tokens
 from tests.tensor2d.helpers import gpt, gradients, mesh_loss, parallelized, run
@@ -33,7 +40,6 @@ from thinwire.tensor2d import (
     whole_activation,
     whole_state,
 )
-from thinwire.tensor2d.pace import product_elements
 from thinwire.tensor2d.plan import Dense, Lookup, Style, Untouched
 
 STEPS = 4

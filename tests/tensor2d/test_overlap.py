@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from reproductions.optimus.costs import backward_elements
+from reproductions.optimus.costs import backward_elements, product_elements
 from tests.oracles.tensor2d import MESHES, drawn, joined
 from tests.tensor2d.helpers import block_of, run
 from thinwire.core.comm.work import Work
 from thinwire.tensor2d import Mesh2D, Panels, multiply_ab, multiply_abt
-from thinwire.tensor2d.pace import product_elements
 
 M, K, N = 24, 36, 48
 HOW = [Panels(), Panels(2), Panels(3, overlap=False)]

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from reproductions.optimus.costs import product_elements
 from tests.oracles.tensor2d import Encoder, drawn, joined, serial_loss
 from tests.pool import run_processes
 from tests.tensor2d.helpers import block_of, gpt, mesh_loss, parallelized, run
@@ -32,7 +33,6 @@ from thinwire.tensor2d import (
     multiply_atb,
     whole_state,
 )
-from thinwire.tensor2d.pace import product_elements
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 

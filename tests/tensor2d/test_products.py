@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from reproductions.optimus.costs import panels_held
+from reproductions.optimus.costs import panels_held, product_elements
 from tests.grids import fast_where
 from tests.oracles.tensor2d import MESHES, drawn, joined
 from tests.tensor2d.helpers import block_of, run
 from thinwire import ConfigError
-from thinwire.tensor2d import Mesh2D, Pace, Panels, choose_panels, multiply_ab, multiply_abt, multiply_atb
-from thinwire.tensor2d.pace import product_elements
-from thinwire.tensor2d.panels import product_seconds
+from thinwire.tensor2d import Mesh2D, Panels, multiply_ab, multiply_abt, multiply_atb
 
 M, K, N = 24, 36, 48
 Product = Callable[[Tensor, Tensor, Mesh2D, Panels | None], Tensor]
@@ -177,22 +175,6 @@ def test_more_panels_hold_less() -> None:
     assert held[1:] == [held[0], held[0] / 2, held[0] / 4]
 
 
-def test_the_number_of_panels_is_the_fastest_that_fits() -> None:
-    pace = Pace(seconds_per_message=1e-3, bits_per_second=8e6, flops_per_second=1e6)
-    job = {"nbytes": 1e6, "flops": 1e6}
-    free = choose_panels(**job, gathered_nbytes=1e6, limit_nbytes=1e9, width=64, pace=pace)
-    times = [product_seconds(n, **job, pace=pace) for n in range(1, 65)]
-    assert times[free.count - 1] == min(times)
-    assert 1 < free.count < 64
-    assert min(times) < 0.6 * times[0]  # wire and arithmetic take equally long, and overlap
-    tight = choose_panels(**job, gathered_nbytes=1e6, limit_nbytes=4e4, width=64, pace=pace)
-    assert tight.count >= 50
-    slow_calls = Pace(seconds_per_message=10.0, bits_per_second=8e6, flops_per_second=1e6)
-    assert choose_panels(**job, gathered_nbytes=1e6, limit_nbytes=1e9, width=64, pace=slow_calls) == Panels(1)
-    with pytest.raises(ConfigError, match="Raise the limit"):
-        choose_panels(**job, gathered_nbytes=1e6, limit_nbytes=1e3, width=64, pace=pace)
-
-
 def test_panels_cut_any_width_without_a_gap() -> None:
     for count in range(1, 9):
         cuts = Panels(count).cuts(5)
@@ -236,5 +218,3 @@ def test_sizes_that_do_not_fit_are_refused_with_their_divisor() -> None:
     for wrong in (0, 2.5):
         with pytest.raises(ConfigError, match="count"):
             Panels(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="positive"):
-        Pace(0.0, 0.0, 1.0)

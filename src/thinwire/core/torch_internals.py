@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 # Stable since torch 1.8, and the base of `torch.func` and of the profilers' counters. `torch.utils.pytree` lacks
@@ -314,9 +313,3 @@ def load_vmap_rules() -> None:
     load = getattr(home, "lazy_load_decompositions", None)
     if load is not None:
         load()
-
-
-def storage_alive(x: Tensor) -> tuple[int, Callable[[], bool]]:
-    """Return a number that identifies the storage of a tensor while it exists, and a function that tells if it does."""
-    reference = StorageWeakRef(x.untyped_storage())
-    return reference.cdata, lambda: not reference.expired()

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, default_collate
 
+from thinwire.core.modes import evaluation_mode
 from thinwire.errors import ConfigError, NonFiniteError
 
 IGNORED = -100
@@ -162,20 +163,6 @@ def _squared_gaps(x: Tensor, chosen: Tensor) -> Tensor:
     return torch.addmm(size[:, None] + size[chosen], x, x[chosen].T, alpha=-2).clamp_min_(0)
 
 
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Generator[None]:
-    """Evaluation mode without gradients inside; every module's mode is restored afterwards."""
-    # Module by module: parts of a model may be in evaluation mode on purpose.
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
 def last_layer(
     model: nn.Module,
     read: Read,
@@ -203,7 +190,8 @@ def last_layer(
         NonFiniteError: a logit is NaN or infinite.
     """
     pieces: list[LastLayer] = []
-    with evaluation_mode(model), _inputs_of(head or (head_of(model) if hidden else None)) as seen:
+    seen_by = _inputs_of(head or (head_of(model) if hidden else None))
+    with evaluation_mode(model), torch.no_grad(), seen_by as seen:
         for part in rows.split(batch_size):
             seen.clear()
             pieces.append(_piece(model, read(part), len(part), seen if hidden else None))

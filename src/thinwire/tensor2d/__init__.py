@@ -11,8 +11,7 @@ from thinwire.tensor2d.linear import Linear2D, TiedHead2D
 from thinwire.tensor2d.loss import cross_entropy_2d
 from thinwire.tensor2d.mesh import Mesh2D, Mesh3D, Place, mesh_2d, mesh_3d, run_mesh_3d_threads, run_mesh_threads
 from thinwire.tensor2d.norms import LayerNorm2D, RMSNorm2D
-from thinwire.tensor2d.pace import choose_panels_, measure_pace
-from thinwire.tensor2d.panels import Pace, Panels, choose_panels
+from thinwire.tensor2d.panels import Panels
 from thinwire.tensor2d.parallelize import parallelize_2d
 from thinwire.tensor2d.placement import Axis, Placement
 from thinwire.tensor2d.products import multiply_ab, multiply_abt, multiply_atb
@@ -29,7 +28,6 @@ __all__ = [
     "Mesh2D",
     "Mesh3D",
     "MultiheadAttention2D",
-    "Pace",
     "Panels",
     "Place",
     "Placement",
@@ -38,13 +36,10 @@ __all__ = [
     "TiedHead2D",
     "checkpoint_",
     "checkpoint_2d",
-    "choose_panels",
-    "choose_panels_",
     "clip_gradient_norm_",
     "cross_entropy_2d",
     "gradient_norm",
     "load_whole_",
-    "measure_pace",
     "mesh_2d",
     "mesh_3d",
     "multiply_ab",

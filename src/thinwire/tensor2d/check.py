@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from thinwire.core.modes import evaluation_mode
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.tensor2d.collectives import whole_activation
 from thinwire.tensor2d.mesh import Mesh2D
@@ -141,7 +141,7 @@ def _run(
     handles = [model.get_submodule(name).register_forward_hook(record(name)) for name in kept if name]
     try:
         # With gradients enabled: otherwise torch's encoder layers use a path that reads the weights directly.
-        with _evaluating(model), torch.enable_grad():
+        with evaluation_mode(model), torch.enable_grad():
             positional = [x for key, x in arguments.items() if isinstance(key, int)]
             named = {key: x for key, x in arguments.items() if isinstance(key, str)}
             return dict(_tensors("the output", model(*positional, **named))), stages
@@ -214,17 +214,6 @@ def _apart(name: str, whole: Tensor, expected: Tensor, *, at_least: float = 0.0)
         f"{name}{place} is {float(whole.flatten()[at]):.6g}, but {float(expected.flatten()[at]):.6g} in the serial "
         f"model, a difference above {limit:.2g}"
     )
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Generator[None, None, None]:
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _arguments(batch: Batch) -> dict[str | int, Any]:

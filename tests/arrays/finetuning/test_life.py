@@ -29,8 +29,8 @@ from tests.arrays.finetuning.separate import (
 from thinwire import CheckpointError, ConfigError
 from thinwire.arrays import adapters
 from thinwire.arrays.finetuning import measure_capacity
-from thinwire.arrays.finetuning.capacity import PeakMemory
 from thinwire.arrays.fusion import SGD, AdamW, Each, Schedules
+from thinwire.core.peak_memory import PeakMemory
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore::{kind}:{library}")
@@ -279,7 +279,7 @@ def test_the_measured_capacity_is_the_largest_that_fits() -> None:
     for at_once in (None, 2):
         found = measure_capacity(base, lora(8), compute, limit=1 << 20, at_once=at_once)
         assert found.members > 4
-        with PeakMemory(base) as memory:
+        with PeakMemory([*base.parameters(), *base.buffers()]) as memory:
             array = adapters(base, [lora(8)] * found.members)
             optimizer = AdamW(array.parameters(), lr=0.1)
             for _ in range(2):

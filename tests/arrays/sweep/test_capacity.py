@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 from tests.rules import refusals
@@ -20,6 +19,7 @@ from thinwire.arrays.sweep.sweeping import Progress, capacity_for, sweep
 from thinwire.arrays.sweep.training import TrialArray
 from thinwire.arrays.sweep.trials import FUSIBLE, Trial, partition
 from thinwire.cli import main
+from thinwire.core.peak_memory import PeakMemory
 from thinwire.errors import ConfigError
 
 pytest.importorskip("sklearn")
@@ -39,59 +39,37 @@ def plan() -> Plan:
     return Plan(load("digits"), steps=3, eval_limit=64)
 
 
-class Machine:
-    """Counted memory: `room` bytes are free, and every member of an array takes `each` bytes."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, room: int, each: int) -> None:
-        self.tried: list[int] = []
-        self.taken = 0
-        step: Any = TrialArray.advance
-
-        def advance(run: TrialArray) -> Tensor:
-            self.taken += each * len(run.trials)
-            self.tried.append(len(run.trials))
-            return step(run)
-
-        monkeypatch.setattr(TrialArray, "advance", advance)
-        monkeypatch.setattr(sweeping, "free_bytes", lambda device: room)
-        monkeypatch.setattr(sweeping, "resident_bytes", lambda: self.taken)
+def peak_of(plan: Plan, count: int) -> int:
+    """The bytes of tensors of an array of so many trials."""
+    with PeakMemory() as memory:
+        run = TrialArray(plan, TRIALS[:count])
+        for _ in range(2):
+            run.advance()
+    return memory.peak
 
 
-@pytest.mark.parametrize(("room", "expected"), [(10_000, 12), (1_000, 3), (260, 1), (700, 2)])
-def test_an_array_is_the_largest_that_leaves_as_much_free_as_it_takes(
-    room: int, expected: int, plan: Plan, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("members", [2, 5, 11])
+def test_an_array_is_the_largest_whose_tensors_take_two_fifths_of_free_memory(
+    members: int, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine = Machine(monkeypatch, room=room, each=100)
-    found = capacity_for(plan, TRIALS)
-    assert found == expected
-    assert 2 * 100 * found < 0.8 * room
-    assert found == len(TRIALS) or 2 * 100 * (found + 1) >= 0.8 * room
-    # No attempt takes more than all free memory.
-    assert all(100 * count <= room for count in machine.tried)
+    room = int(peak_of(plan, members) / 0.4)
+    monkeypatch.setattr(sweeping, "free_bytes", lambda: int(1.01 * room))
+    assert capacity_for(plan, TRIALS) == members
+    monkeypatch.setattr(sweeping, "free_bytes", lambda: int(0.99 * room))
+    assert capacity_for(plan, TRIALS) == members - 1
+    assert capacity_for(plan, TRIALS[:1]) == 1
 
 
 def test_a_sweep_trains_no_larger_array_than_fits(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    Machine(monkeypatch, room=1_000, each=100)
+    monkeypatch.setattr(sweeping, "free_bytes", lambda: int(1.01 * peak_of(plan, 3) / 0.4))
     events: list[Progress] = []
     found = sweep(plan, RandomSampler(Space({"lr": Range(1e-3, 1e-1)})), 10, callback=events.append)
     assert len(found) == 10 and max(each.members for each in events) == 3
 
 
-def test_running_out_of_memory_is_a_limit_and_not_a_failure(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    step: Any = TrialArray.advance
-
-    def advance(run: TrialArray) -> Tensor:
-        if len(run.trials) > 5:
-            raise torch.OutOfMemoryError("no more")
-        return step(run)
-
-    monkeypatch.setattr(TrialArray, "advance", advance)
-    assert capacity_for(plan, TRIALS) == 5
-
-
 def test_no_trial_that_fits_is_an_error(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    Machine(monkeypatch, room=100, each=100)
-    with pytest.raises(ConfigError, match="not one trial fits"):
+    monkeypatch.setattr(sweeping, "free_bytes", lambda: 1000)
+    with pytest.raises(ConfigError, match="not one trial fits into 400 bytes"):
         capacity_for(plan, TRIALS)
 
 

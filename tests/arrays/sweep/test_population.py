@@ -29,7 +29,6 @@ from thinwire.arrays.sweep.training import TrialArray, torch_optimizer, train_to
 from thinwire.arrays.sweep.trials import Copy, Halving, Outcome, Population, Trial, ranked, rng_for
 from thinwire.cli import main
 from thinwire.core.storage import rank_file as part
-from thinwire.lab.tasks.base import evaluating
 
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
@@ -133,8 +132,7 @@ def one_by_one(
     def judged() -> list[float]:
         found = list[float]()
         for model in models:
-            with evaluating(model):
-                found.append(task.evaluate(model, limit=plan.eval_limit).loss)
+            found.append(task.evaluate(model, limit=plan.eval_limit).loss)
         return found
 
     for step in range(1, plan.steps + 1):

@@ -6,11 +6,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import pytest
 
 from tests.rules import for_each, refusals
 from thinwire.arrays.sweep.space import Choices, Range, Space, parse_domain
-from thinwire.arrays.sweep.sweeping import largest_that_fits
 from thinwire.arrays.sweep.trials import Halving, Outcome, Trial, partition, ranked
 
 
@@ -94,17 +92,3 @@ def test_trials_equal_in_what_cannot_be_fused_share_an_array() -> None:
     trials = [Trial(i, {"lr": 0.1 * i, "batch_size": size}) for i, size in enumerate([16, 32, 16, 32, 16])]
     groups = partition(trials, {"lr"})
     assert [[trial.number for trial in group] for group in groups] == [[0, 2, 4], [1, 3]]
-
-
-@pytest.mark.parametrize("most", [1, 2, 3, 7, 64, 100])
-def test_the_largest_number_that_fits_is_found_with_few_attempts(most: int) -> None:
-    for limit in range(most + 3):
-        tried: list[int] = []
-
-        def fits(count: int, limit: int = limit, tried: list[int] = tried) -> bool:
-            tried.append(count)
-            return count <= limit
-
-        assert largest_that_fits(fits, most) == min(limit, most)
-        assert len(tried) <= 2 * math.log2(max(limit, 1)) + 3
-        assert max(tried) <= most

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import thinwire
+from thinwire.core.peak_memory import PeakMemory
 from thinwire.methods.strategies.recipe import parse
 from thinwire.planning.plan import explain
-from thinwire.planning.plan.peak import PeakMemory
 
 HEADLINE = "OverlapLocalSGD(period=2, codec=ErrorFeedback(Nearest(bits=4)))"
 LOCAL = "LocalSGD(period=2, codec=ErrorFeedback(Nearest(bits=4)))"
@@ -90,9 +90,9 @@ def test_four_workers_need_few_copies(recipe: str, most: float) -> None:
 
 def test_alone_nothing_is_added_and_temporaries_count() -> None:
     assert explain(thinwire.LocalSGD(), parameters=1_000_000, workers=4).peak_bytes < 0.01 * 4_000_000
-    with PeakMemory() as memory:
+    with PeakMemory(meta=True) as memory:
         x = torch.empty(1000, device="meta")
         x.add(1).add_(1)
         del x
     assert memory.peak == 8000
-    assert memory.now() == 0
+    assert memory.now == 0

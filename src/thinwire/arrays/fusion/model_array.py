@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.arrays.fusion.store import Selection
+from thinwire.core.modes import evaluation_mode
 
 
 class ModelArray(ABC):
@@ -88,11 +89,9 @@ class ModelArray(ABC):
     @contextmanager
     def evaluating(self) -> Generator[None]:
         """Within it, all members are in evaluation mode; afterwards every layer is in its own mode again."""
-        modes = [(module, module.training) for root in self._roots() for module in root.modules()]
-        self.eval()
+        self.changes += 1
         try:
-            yield
+            with evaluation_mode(*self._roots()):
+                yield
         finally:
             self.changes += 1
-            for module, mode in modes:
-                module.training = mode

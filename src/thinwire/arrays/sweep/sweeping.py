@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
+from thinwire.arrays.finetuning.capacity import capacity_of
 from thinwire.arrays.fusion.autotune import without_autotuning
 from thinwire.arrays.sweep.journal import Journal
 from thinwire.arrays.sweep.plan import Plan
@@ -21,10 +19,8 @@ from thinwire.arrays.sweep.trials import FUSIBLE, Outcome, Trial, partition
 from thinwire.core.validation import check_range
 from thinwire.errors import ConfigError
 
-# The fraction of free memory that arrays may use.
-_USABLE = 0.8
-# With so many times the memory that all trials need by the figure of one, all are tried at once.
-_AMPLE = 8
+# The fraction of free memory that the tensors of an array may use.
+_USABLE = 0.4
 # Adapters train as one array unless a step of it takes longer than this fraction of separate steps allows.
 _WORTH_IT = 0.95
 _MEMINFO = Path("/proc/meminfo")
@@ -119,36 +115,29 @@ def check_counts(trials: int, together: int | None, at_once: int | None = None) 
 
 
 def capacity_for(plan: Plan, trials: Sequence[Trial]) -> int:
-    """Return how many of these trials can be trained as one array, found by training arrays for one step.
+    """Return how many of these trials can be trained as one array, found by training two small arrays for two steps.
 
     Raises:
         ConfigError: not even one fits, or the system does not report how much memory is free.
     """
-    usable = _USABLE * free_bytes(torch.device("cpu"))
-    taken = 0
+    # Members differ in shape by the ranks of adapters only.
+    largest = max(trials, key=lambda each: plan.setting(each.hyperparameters).rank)
 
-    def fits(count: int) -> bool:
-        nonlocal taken
-        before = resident_bytes()
-        try:
-            TrialArray(replace(plan, halving=None), trials[:count]).advance()
-        except (torch.OutOfMemoryError, MemoryError):
-            return False
-        taken = resident_bytes() - before
-        # The next array tried may be twice as large, so this one may use half of the memory at most.
-        return 2 * taken < usable
+    def train(size: int) -> None:
+        run = TrialArray(replace(plan, halving=None), [largest] * size)
+        for _ in range(2):
+            run.advance()
 
+    limit = int(_USABLE * free_bytes())
     # Every size that is tried would have its kernels measured, which can take longer than the sweep; only the final
     # size needs that.
     with without_autotuning():
-        # The second array of one trial allocates nothing that is shared by all arrays, so its size is that of a trial.
-        ample = fits(1) and fits(1) and _AMPLE * taken * len(trials) < usable
-    if ample and fits(len(trials)):
-        return len(trials)
-    found = largest_that_fits(fits, len(trials))
-    if not found:
-        raise ConfigError("not one trial fits into memory. Use a smaller model or batch")
-    return found
+        found = capacity_of(train, limit=limit)
+    if not found.members:
+        raise ConfigError(
+            f"not one trial fits into {limit} bytes: it needs {found.peak(1)}. Use a smaller model or batch"
+        )
+    return min(found.members, len(trials))
 
 
 def array_size_for(plan: Plan, trials: Sequence[Trial]) -> int:
@@ -177,42 +166,13 @@ def _step_seconds(run: TrialArray) -> float:
     return min(found[1:])
 
 
-def largest_that_fits(fits: Callable[[int], bool], most: int) -> int:
-    r"""The largest number up to `most` that fits, 0 if not even one does, by doubling and bisection.
-
-    Calls `fits` at most about $2\log_2$ of the result times, and not above twice the largest number that fits.
-
-    Args:
-        fits: whether a number fits; if it does, all smaller ones do.
-        most: the largest number of interest.
-    """
-    if most < 1 or not fits(1):
-        return 0
-    low = 1
-    while low < most and fits(min(2 * low, most)):
-        low = min(2 * low, most)
-    high = min(2 * low, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def free_bytes(device: torch.device) -> int:
+def free_bytes() -> int:
     """Bytes of free memory.
 
     Raises:
         ConfigError: the system does not report it.
     """
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
     if not _MEMINFO.exists():
         raise ConfigError(f"{_MEMINFO} is not there, so free memory is not known. Set the size of arrays by `together`")
     lines = dict(line.split(":") for line in _MEMINFO.read_text(encoding="ascii").splitlines())
     return 1024 * int(lines["MemAvailable"].split()[0])
-
-
-def resident_bytes() -> int:
-    """Bytes of physical memory that this process uses."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return os.sysconf("SC_PAGE_SIZE") * pages

@@ -17,7 +17,6 @@ from thinwire.arrays.sweep.optimizers import fused_optimizer, torch_optimizer
 from thinwire.arrays.sweep.plan import Plan
 from thinwire.arrays.sweep.trials import Copy, Outcome, Population, Trial, rng_for
 from thinwire.errors import ConfigError
-from thinwire.lab.tasks.base import evaluating
 
 
 class TrialArray:
@@ -244,6 +243,5 @@ def train_alone(plan: Plan, trial: Trial) -> Outcome:
         task.loss(model, batch).backward()
         optimizer.param_groups[0]["lr"] = setting.lr * plan.lr_factor(step)
         optimizer.step()
-    with evaluating(model):
-        found = task.evaluate(model, limit=plan.eval_limit)
+    found = task.evaluate(model, limit=plan.eval_limit)
     return Outcome(trial, found.loss, found.metric, plan.steps)

@@ -3,8 +3,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from thinwire.core.modes import evaluation_mode
 from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
 from thinwire.lab.tasks.data.base import Batch, Data, Shard
 from thinwire.lab.tasks.data.split import split_shards
 from thinwire.lab.tasks.models.base import build
 
-__all__ = ["IGNORED", "Defaults", "Evaluation", "Measure", "Task", "evaluating"]
+__all__ = ["IGNORED", "Defaults", "Evaluation", "Measure", "Task"]
 
 IGNORED = -100
 """The target of padding, which counts neither in the loss nor in the metric."""
@@ -271,7 +271,7 @@ class Task:
         if limit is not None and limit < 1:
             raise ConfigError(f"limit={limit}: an evaluation needs at least 1 example; None takes all")
         loss, hits, targets = 0.0, 0.0, 0
-        with evaluating(model):
+        with evaluation_mode(model), torch.inference_mode():
             for batch in self.data.held_out(limit):
                 outputs, expected = self.objective.apply(model, batch)
                 count = self.objective.count(batch)
@@ -292,16 +292,3 @@ class Task:
         for tensor in self.batch(everything, 0, batch_size=256, seed=0, rank=0):
             digest.update(tensor.contiguous().numpy().tobytes())
         return digest.hexdigest()
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Generator[None]:
-    """Put a model into evaluation mode and torch into inference mode; afterwards restore the mode of every module."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode

@@ -36,7 +36,6 @@ from thinwire.planning.plan.networks import network_of_all_reduces
 from thinwire.planning.plan.predict import ModelTime
 from thinwire.planning.plan.search import FEW_WORKERS, Job, Planner, choose
 from thinwire.planning.simulate import Network
-from thinwire.tensor2d.pace import measure_flops
 from thinwire.worker.annexes import Watch
 from thinwire.worker.compatibility import check_compatible
 from thinwire.worker.handshake import gather_texts
@@ -168,8 +167,18 @@ def _serves(recipe: str, optimizer: Optimizer, parameters: list[nn.Parameter], w
 def _assumed(shapes: list[tuple[int, ...]], device: torch.device) -> ModelTime:
     flops = 6.0 * EXAMPLES * sum(prod(shape) for shape in shapes)
     # A GPU is not busy with less than 2048 rows.
-    taken = flops / measure_flops(width=256 if device.type == "cpu" else 2048, repeats=6, device=device)
+    width = 256 if device.type == "cpu" else 2048
+    taken = flops / (2 * width**3) * min(_seconds_of_product(width, device) for _ in range(6))
     return ModelTime(taken / 3, 2 * taken / 3)
+
+
+def _seconds_of_product(width: int, device: torch.device) -> float:
+    x = torch.ones(width, width, dtype=torch.float32, device=device)
+    synchronize(device)
+    start = time.perf_counter()
+    torch.mm(x, x)
+    synchronize(device)
+    return time.perf_counter() - start
 
 
 def _examined(shapes: list[tuple[int, ...]]) -> tuple[ModelTime, float, float] | None:
@@ -184,8 +193,8 @@ def _examined(shapes: list[tuple[int, ...]]) -> tuple[ModelTime, float, float] |
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         step = max(content["steps"].values(), key=lambda each: each["forward"] + each["backward"])
-        time = ModelTime(step["forward"], step["backward"], step["update"], tuple(step["ready"]))
-        found = time, float(content["contention"]), float(content["sharing"])
+        timed = ModelTime(step["forward"], step["backward"], step["update"], tuple(step["ready"]))
+        found = timed, float(content["contention"]), float(content["sharing"])
         theirs = [tuple(shape) for shape in step["shapes"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(

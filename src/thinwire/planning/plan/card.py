@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from thinwire.core.comm.bucket import Objects
 from thinwire.core.kernels.decisions import assume_least
+from thinwire.core.peak_memory import PeakMemory
 from thinwire.elastic.late import LateMerging
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.cast import Bf16
@@ -21,7 +22,6 @@ from thinwire.methods.strategies.gradients.all_reduce import AllReduce
 from thinwire.methods.topology.base import check_size
 from thinwire.planning.plan.bucket import BucketCost, Store, bucket_cost
 from thinwire.planning.plan.late import LateCost, late_cost, late_objects
-from thinwire.planning.plan.peak import PeakMemory
 from thinwire.planning.plan.ranks import Look, Looks, look_at_ranks
 from thinwire.planning.plan.traffic import DryRun, MakeOptimizer, StepTraffic, cycle, topologies
 from thinwire.planning.simulate.wires import PAYLOAD_SHARE
@@ -339,12 +339,12 @@ def _links(steps: Sequence[StepTraffic]) -> tuple[Link, ...]:
 
 def _peak_bytes(dry: Callable[[], DryRun]) -> float:
     """Return the most bytes of all tensors in the steps of a dry run, without those that training alone has."""
-    with PeakMemory() as memory:
+    with PeakMemory(meta=True) as memory:
         run = dry()
         steps = min(cycle(run.worker.strategy, run.comm.size), _MOST_PEAK_STEPS)
         for _ in range(steps):
             run.step()
-        memory.peak = memory.now()  # `attach` is over
+        memory.peak = memory.now  # `attach` is over
         for _ in range(2 * steps):
             run.step()
         state = [x for each in run.worker.optimizer.state.values() for x in each.values()]

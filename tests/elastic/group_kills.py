@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups of processes under FSDP2 train while random ranks are killed, and report how long the other groups pause.
 
-python -m benchmarks.group_kills [--kills N] [--groups N] [--seed N]
+python -m tests.elastic.group_kills [--kills N] [--groups N] [--seed N]
 
 After each kill the group is started again, and the next kill follows when it trains. A pause is the longest interval
 between two steps of a surviving group in the 1.5 s after a kill, and while the group joins again. At the end all ranks
