@@ -13,7 +13,6 @@ from typing import Any
 
 from reproductions.shared.claims import MODULES, Claim, claim, is_present, last_result, last_verdict
 from reproductions.shared.committed import filled, write_pages
-from reproductions.shared.quick import told
 
 _HERE = Path(__file__).parent
 PAGE = _HERE.parents[1] / "docs" / "claims.md"
@@ -49,7 +48,7 @@ def _verdicts(which: Claim, result: dict[str, Any] | None) -> str:
 def _section(which: Claim, result: dict[str, Any] | None) -> str:
     outcomes = _outcomes(which, result)
     parts = "".join(f"| {name} | {rule} | {outcomes[name]} |\n" for name, rule in which.parts.items())
-    (full, quick), words = which.minutes, told(which)
+    full, quick = which.minutes
     made = f"{result['when']}{', the quick form' if result['quick'] else ''}" if result else "none yet"
     earlier = "".join(
         f"- *{each.rule}.* Verdict: {each.verdict}. Changed because {each.why}.\n" for each in which.earlier
@@ -60,8 +59,7 @@ def _section(which: Claim, result: dict[str, Any] | None) -> str:
         f"Protocol: {which.protocol}.\n\n| Part | Holds when | Outcome |\n| --- | --- | --- |\n{parts}\n"
         f"`python -m reproductions {which.name}` takes about {full:g} minutes, with `--quick` {quick:g}. Committed "
         f"result: {made}; `reproductions/{which.name.replace('-', '_')}/report.md` has all figures.\n\n"
-        f"{words[0].upper()}{words[1:]}. Where it does not pay: {which.costs}.\n"
-        + (f"\nEarlier rules:\n\n{earlier}" if earlier else "")
+        f"Where it does not pay: {which.costs}.\n" + (f"\nEarlier rules:\n\n{earlier}" if earlier else "")
     )
 
 

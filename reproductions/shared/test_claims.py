@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -28,7 +27,6 @@ from reproductions.shared.claims import (
 from reproductions.shared.command import reproduce
 from reproductions.shared.curves import Choice
 from reproductions.shared.page import PAGE, RULES, page, rules
-from reproductions.shared.quick import run_again, runs_of, told
 from reproductions.shared.threads import Schedule, train_on_threads
 from reproductions.slowmo.steps import Figures, Plan, Trial, run
 from thinwire import AllReduce, ConfigError, LocalSGD, NonFiniteError
@@ -113,51 +111,6 @@ def test_a_quick_form_leaves_open_what_only_the_full_form_decides(
 def test_a_result_with_other_parts_than_the_claim_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the result has parts"):
         write_result(tmp_path, claim("decentlam"), RESULT, quick=True, when="2026-01-01")
-
-
-def test_runs_of_a_quick_form_are_kept_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    which = claim("local-sgd-bytes")
-    outcomes = iter(["holds", "holds", "within noise", "does not hold"])
-
-    def reproduce(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
-        assert command[2:5] == ["reproductions", which.name, "--quick"]
-        home = Path(command[-1])
-        if (wire := next(outcomes, None)) is not None:
-            home.mkdir()
-            parts = {"payload": "holds", "wire": wire}
-            kept = {"when": "2026-01-01", "thinwire": "0", "rule": which.rule, "parts": parts, "measured": "8"}
-            (home / "result.json").write_text(
-                json.dumps({**kept, "verdict": verdict_of(parts), "protocol": which.protocol})
-            )
-        return subprocess.CompletedProcess(command, 1)
-
-    (tmp_path / "local_sgd_bytes").mkdir()
-    monkeypatch.setattr("reproductions.shared.quick._HOME", tmp_path)
-    monkeypatch.setattr("reproductions.shared.quick.subprocess.run", reproduce)
-    assert told(which) == "its quick form has not been run by the present rule"
-    run_again(which)
-    assert told(which) == "one run of its quick form took 0.0 minutes, with the verdict: holds"
-    run_again(which)
-    assert told(which) == "2 runs of its quick form took 0.0 to 0.0 minutes, all with the verdict: holds"
-    run_again(which)
-    assert told(which).endswith(
-        "0.0 minutes. 1 of 2 parts agree, and no part holds in one run and does not hold in another; "
-        "wire (holds, holds, within noise)"
-    )
-    run_again(which)
-    assert told(which).endswith(
-        "1 of 2 parts agree, and wire holds in one run and does not hold in another; "
-        "wire (holds, holds, within noise, does not hold)"
-    )
-    with pytest.raises(subprocess.CalledProcessError):
-        run_again(which)
-    # Runs by an earlier rule are kept, and do not count.
-    changed = replace(which, protocol="with other seeds")
-    assert runs_of(changed) == [] and told(changed) == "its quick form has not been run by the present rule"
-    open_there = replace(which, full_only=("wire",))
-    assert {each["parts"]["wire"] for each in runs_of(open_there)} == {"cannot be decided here"}
-    assert "all with the verdict" in told(open_there) and told(open_there).endswith("(left to the full form: wire)")
-    assert len(runs_of(which)) == 4 and runs_of(replace(which, parts={"payload": "it is 9"})) == []
 
 
 def test_a_trial_that_diverges_is_the_worst_one() -> None:

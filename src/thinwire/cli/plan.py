@@ -145,19 +145,12 @@ class Plan(ModelOptions):
 
         source = load_source(path)
         with Parts("planning: the cells are predicted, which may take minutes"):
-            if self.cell is not None:
-                found, lines = None, explain_cell(source, self.cell)
-            else:
-                found = source.predict()
-                lines = "\n".join(
-                    f"{each.error:+7.1%}  predicted {each.seconds:.4g} s, published {each.cell.seconds:.4g} s  "
-                    f"{each.cell.name}" + ", calibrates" * each.calibrates
-                    for each in found
-                )
-        if self.json and found is not None:
+            explained = "" if self.cell is None else explain_cell(source, self.cell)
+            found = [] if explained else source.predict()
+        if self.json:
             print_json({"cells": [asdict(each) | {"error": each.error} for each in found]})
         else:
-            out.print(lines)
+            out.print(explained or "\n".join(each.words() for each in found))
         return 0
 
     def _over_bucket(self, text: str) -> int:
@@ -203,14 +196,12 @@ class Plan(ModelOptions):
         given = [name for name in ("link", "network", "doctor", "bucket") if getattr(self, name) is not None]
         if self.cell is not None and (self.published is None or given or self.json):
             raise ConfigError(f"--cell {self.cell}: goes with --published alone, and is printed as text")
-        if self.published is not None and given in ([], ["link"]):
+        if self.published is not None:
             self._check_published()
             given = ["published"]
         if len(given) != 1:
             words = f"--{given[0]} and --{given[1]}: give one of them" if given else "no network: give --link 100mbit"
             raise ConfigError(f"{words}. A network is --link, --network FILE, --doctor FILE or --bucket")
-        if self.published is not None and given != ["published"]:
-            raise ConfigError(f"--published with --{given[0]}: its links are in its own file. Leave out one of them")
         if self.bucket is None and (self.prices is not None or self.within != Plan.within):
             raise ConfigError("--prices and --within are for --bucket. Add that, or leave them out")
         if self.own_model is not None and (self.task is not None or self.model_size is not None):
@@ -231,8 +222,8 @@ class Plan(ModelOptions):
 
     def _check_published(self) -> None:
         """Refuse options that predictions of a table, or links of its file, do not use."""
-        unused = ("latency",) if self.link is not None else tuple(each.name for each in fields(self))
-        for name in unused:
+        others = ("latency", "network", "doctor", "bucket")
+        for name in others if self.link is not None else [each.name for each in fields(self)]:
             value = getattr(self, name)
             if name not in ("published", "cell", "json") and value != getattr(Plan, name):
                 raise ConfigError(

@@ -43,7 +43,7 @@ from thinwire.planning.simulate.network import read_network
 _MEGABYTE = 1_000_000
 _WHOLE = 1 << 60  # bytes of a bucket that takes all gradients
 _FEW_WORKERS = 2  # of more, one stands for all where all do the same
-_PASSES, _TRIES, _TOLERANCE = 4, 12, 2e-3
+_PASSES, _TRIES, _TOLERANCE = 4, 13, 2e-3
 _BACKWARD = 2 / 3  # of a step's computation, unless the model says otherwise
 
 
@@ -105,6 +105,11 @@ class Predicted:
     def error(self) -> float:
         """Predicted over published, less 1."""
         return self.seconds / self.cell.seconds - 1
+
+    def words(self) -> str:
+        """Write it as a line."""
+        times = f"predicted {self.seconds:.4g} s, published {self.cell.seconds:.4g} s"
+        return f"{self.error:+7.1%}  {times}  {self.cell.name}" + ", calibrates" * self.calibrates
 
 
 @dataclass(frozen=True)
@@ -307,28 +312,21 @@ def _call_seconds(cell: Cell, model: Mapping[str, Any], network: Network) -> flo
 def _fit(source: Source, table: dict[str, Any], fit: Mapping[str, Any]) -> bool:
     """Change the numbers of a fit until its cell is predicted; whether they were right already."""
     cell, paths = source.cell(fit["cell"]), list(fit["numbers"])
-    value, text = _number(_get(table, paths[0])), _get(table, paths[0])
-
-    def off(value: float) -> float:
+    text, before = _get(table, paths[0]), None
+    value = _number(text)
+    # A rate that is higher by a factor makes a step's communication shorter by it, and a time longer.
+    slope = usual = -1.0 if "bit" in str(text) else 1.0
+    error = 0.0
+    for tried in range(_TRIES):
         for path in paths:
             set_number(table, path, _like(text, value))
-        return log(source.seconds(cell) / cell.seconds)
-
-    error = off(value)
-    if abs(error) <= _TOLERANCE:
-        return True
-    # A rate that is off by a factor makes a step's communication longer by it, and so does a time.
-    direction = -1 if "bit" in str(text) else 1
-    before, error_before = value, error
-    value *= exp(-direction * error)
-    for _ in range(_TRIES):
-        error = off(value)
+        error = log(source.seconds(cell) / cell.seconds)
         if abs(error) <= _TOLERANCE:
-            return False
-        slope = (error - error_before) / (log(value / before) or 1.0)
-        before, error_before = value, error
-        step = -error / slope if slope else -direction * error
-        value *= exp(max(-1.5, min(1.5, step)))
+            return not tried
+        if before is not None:
+            slope = (error - before[1]) / (log(value / before[0]) or 1.0)
+        step = -error / (slope or usual)
+        before, value = (value, error), value * exp(step if before is None else max(-1.5, min(1.5, step)))
     raise ConfigError(
         f"{source.name}.toml: no value of {', '.join(paths)} gives {cell.seconds:g} s for {cell.name}: the last one, "
         f"{_get(table, paths[0])}, is off by {error:+.1%}. Start nearer, or calibrate with another cell"
