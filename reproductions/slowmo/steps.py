@@ -15,8 +15,8 @@ from torch import nn
 from reproductions.shared.committed import Records
 from reproductions.shared.threads import Data, Trained, on_threads, unless_diverged
 from thinwire import Worker, parse
+from thinwire.core.modes import evaluation_mode
 from thinwire.lab.tasks import Batch, Task
-from thinwire.lab.tasks.base import evaluating
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _measured(worker: Worker, task: Task, seen: Batch) -> tuple[float, Figures |
 
 
 def _loss(task: Task, model: nn.Module, batch: Batch) -> float:
-    with evaluating(model):
+    with evaluation_mode(model), torch.inference_mode():
         return float(task.loss(model, batch))
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from tests.oracles import coreset_training as oracle
 from tests.rules import for_each, refusals
+from thinwire.core.modes import evaluation_mode
 from thinwire.coreset.proxies import (
     LastLayer,
     OuterDistances,
-    evaluation_mode,
     features,
     head_of,
     last_layer,
@@ -63,7 +63,7 @@ def read_of(x: Tensor, y: Tensor) -> Any:
 
 
 def exact(model: Net, x: Tensor, y: Tensor) -> Tensor:
-    with evaluation_mode(model):
+    with evaluation_mode(model), torch.no_grad():
         hidden = model.hidden(x)
     return oracle.last_layer_gradients(model.head.weight, model.head.bias, hidden, y)
 
