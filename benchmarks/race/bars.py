@@ -4,48 +4,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from statistics import median
 
 from benchmarks.race.racers import LINKS, SIZES, ddp_of
 from benchmarks.race.results import PAIRED, result
-from benchmarks.race.table import NOT_RUN, Row, first, rows
+from benchmarks.race.table import Row, first, rows
+from thin_gpt.verdicts import Bar
 
 AHEAD = 0.98
 """A peer is ahead if it is at the target in less than so much of the time: less is noise of the clock."""
 
 
-@dataclass(frozen=True)
-class Bar:
-    """One demand.
+def judged(place: str, asked: str, figure: float | None, limit: float, *, most: bool = False) -> Bar:
+    """Judge a demand.
 
-    Attributes:
+    Args:
         place: the link and the number of workers.
         asked: what, in words.
         figure: what was measured; None where it has not been run.
         limit: the least that was asked; the most, where `most`.
         most: whether less is better.
     """
-
-    place: str
-    asked: str
-    figure: float | None
-    limit: float
-    most: bool = False
-
-    @property
-    def outcome(self) -> str:
-        """Whether it was met."""
-        if self.figure is None:
-            return NOT_RUN
-        met = self.figure <= self.limit if self.most else self.figure >= self.limit
-        return "met" if met else "**not met**"
-
-    def line(self) -> str:
-        """As a row of a table."""
-        told = "" if self.figure is None else f"{self.figure:.3g}"
-        limit = f"{'at most' if self.most else 'at least'} {self.limit:g}"
-        return f"| {self.place} | {self.asked} | {limit} | {told} | {self.outcome} |"
+    met = None if figure is None else figure <= limit if most else figure >= limit
+    return Bar(f"{place}, {asked}", f"{'at most' if most else 'at least'} {limit:g}", figure, met)
 
 
 def bars() -> list[Bar]:
@@ -77,14 +58,14 @@ def _of_link(link: str, wall: float | None, over_ddp: float | None, over_peer: f
     name = own.racer.name if own else "fastest thinwire recipe"
     if wall is not None:
         asked = f"{name}: time of a step of `Local()` (no communication) divided by its time of a step"
-        yield Bar(place, asked, own.of_wall if own else None, wall)
+        yield judged(place, asked, own.of_wall if own else None, wall)
     if over_ddp is not None:
-        yield Bar(place, f"{name}: seconds to the target of DDP divided by its own", _over(ddp, own), over_ddp)
+        yield judged(place, f"{name}: seconds to the target of DDP divided by its own", _over(ddp, own), over_ddp)
     named = peer.racer.name if peer else "the fastest of the others"
-    yield Bar(place, f"{name}: seconds to the target of {named} divided by its own", _over(peer, own), over_peer)
+    yield judged(place, f"{name}: seconds to the target of {named} divided by its own", _over(peer, own), over_peer)
     asked = f"{name}: held-out loss at equal tokens divided by DDP's"
-    yield Bar(place, asked, _loss_over(own, ddp), 1.01, most=True)
-    yield Bar(place, f"{name}: memory, in copies of the parameters", own.copies if own else None, 4.0, most=True)
+    yield judged(place, asked, _loss_over(own, ddp), 1.01, most=True)
+    yield judged(place, f"{name}: memory, in copies of the parameters", own.copies if own else None, 4.0, most=True)
 
 
 def _over(row: Row | None, own: Row | None) -> float | None:
@@ -107,11 +88,11 @@ def _eight() -> Iterator[Bar]:
     share = row.exposed / row.seconds if row and row.seconds and row.exposed is not None else None
     name = own.racer.name if own else "fastest thinwire recipe with 4 workers"
     asked = f"{name}: exposed communication divided by its time of a step"
-    yield Bar(f"20mbit, {SIZES[1]} workers", asked, share, 0.15, most=True)
+    yield judged(f"20mbit, {SIZES[1]} workers", asked, share, 0.15, most=True)
 
 
 def _unlimited() -> Iterator[Bar]:
     found = result(PAIRED)
     share = found["contenders"]["thinwire"]["speed_vs_ddp"]["median"] if found else None
     asked = "AllReduce, the planner's choice: DDP's time of a step divided by its time of a step, in turns"
-    yield Bar(f"no limit, {SIZES[0]} workers", asked, share, 0.98)
+    yield judged(f"no limit, {SIZES[0]} workers", asked, share, 0.98)

@@ -160,8 +160,8 @@ def _missed() -> str:
     lines = [
         f"Of {len(rows)} limits that were set before the runs, {len(rows) - len(missed)} are met. These are not:",
         "",
-        "| Where | What | Asked | Measured | |",
-        "|---|---|---:|---:|---|",
+        "| What | Asked | Measured | |",
+        "|---|---:|---:|---|",
     ]
     return "\n".join([*lines, *missed])
 
