@@ -23,10 +23,20 @@ def test_the_network_that_was_measured_is_found_again() -> None:
     assert found.bits_per_second == pytest.approx(3e8, rel=1e-6) and found.latency == pytest.approx(2e-3, rel=1e-6)
 
 
-def test_a_fit_lowers_the_rate_of_links_to_that_of_gloo() -> None:
+@pytest.mark.parametrize(("workers", "latency"), [(2, 0.05), (4, 3e-4), (4, 0.01), (8, 2e-3)])
+def test_a_fit_lowers_the_rate_of_links_to_that_of_gloo(workers: int, latency: float) -> None:
     links = Network(bits_per_second=1e9, latency=1e-4)
-    found = fitted(links, measured(Network(bits_per_second=7e8, latency=3e-4), 4), 4)
-    assert found.bits_per_second == pytest.approx(7e8, rel=1e-6) and found.latency == pytest.approx(3e-4, rel=1e-6)
+    true = Network(bits_per_second=7e8, latency=latency, all_reduce="gloo")
+    found = fitted(links, measured(true, workers, (4 << 10, 256 << 10, 4 << 20)), workers)
+    assert found.all_reduce == "gloo"
+    assert found.latency == pytest.approx(latency, rel=0.02)
+    assert found.bits_per_second == pytest.approx(7e8, rel=0.02)
+
+
+def test_a_fit_has_at_most_a_little_more_than_the_rate_of_the_links() -> None:
+    links = Network(bits_per_second=1e9, latency=1e-4)
+    found = fitted(links, measured(Network(bits_per_second=2e9, latency=1e-4, all_reduce="gloo"), 4), 4)
+    assert found.bits_per_second == 1.05e9
 
 
 def test_a_fit_is_not_used_where_links_differ_or_nothing_explains_it() -> None:

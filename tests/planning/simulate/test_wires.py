@@ -377,6 +377,20 @@ def test_gloos_ring_fills_a_link_without_delay() -> None:
     assert slow[0] == pytest.approx(2 * 3 * 6 / 2 * (100.0 + module.SEGMENT_BYTES * SECOND / MEGABYTE), rel=0.05)
 
 
+def test_gloos_messages_wait_until_they_are_expected() -> None:
+    plain, gloo = wires(4), wires(4, all_reduce="gloo")
+    # Three hops of two latencies, in which two segments of a part pass.
+    assert max(gloo.all_gather([0.0] * 4, MEGABYTE)) == pytest.approx(3 * (2 * LATENCY + SECOND), rel=0.05)
+    assert max(plain.all_gather([0.0] * 4, MEGABYTE)) == pytest.approx(3 * (LATENCY + SECOND), rel=0.05)
+    rows = [[1000.0] * 4 for _ in range(4)]
+    early = wires(4).all_to_all([0.0] * 4, rows)
+    assert wires(4, all_reduce="gloo").all_to_all([0.0] * 4, rows) == pytest.approx([each + LATENCY for each in early])
+    # Of many ranks, too.
+    many = [[1000.0] * 100] * 100
+    early, late = (wires(100, **kind).all_to_all([0.0] * 100, many)[0] for kind in ({}, {"all_reduce": "gloo"}))
+    assert late == pytest.approx(early + LATENCY)
+
+
 def test_a_tree_sends_the_vector_twice_and_has_few_latencies() -> None:
     done = wires(16, all_reduce="tree").all_reduce([0.0] * 16, MEGABYTE)
     assert done == pytest.approx([2 * SECOND + 2 * 4 * LATENCY] * 16)

@@ -10,12 +10,12 @@ from dataclasses import replace
 from thinwire.errors import ConfigError
 from thinwire.planning.links import Link
 from thinwire.planning.simulate import Network, Special
-from thinwire.planning.simulate.wires import PAYLOAD_SHARE
+from thinwire.planning.simulate.wires import PAYLOAD_SHARE, Wires
 
 LATENCY = 1e-4
 _FASTEST = 1e11
 _LEAST_RATIO = 16
-_LEAST_SHARE, _MOST_SHARE = 0.2, 1.05
+_LEAST_SHARE, _MOST_SHARE, _PRECISION = 0.2, 1.05, 1e-4
 _LEAST_BUSY, _MOST_CONTENTION = 0.5, 0.9
 
 
@@ -67,11 +67,11 @@ def check_entries(network: Network, argument: str, reasons: Mapping[str, str]) -
 
 
 def fitted(network: Network, all_reduces: Mapping[int, float], workers: int) -> Network:
-    """Return the network on which the simulated ring takes as long as all-reduces were measured to take.
+    """Return the network on which Gloo's simulated ring takes as long as all-reduces were measured to take.
 
     What one TCP stream reaches is not what Gloo does, which copies, adds and waits for processors in between. The
-    largest all-reduce gives the rate, and the smallest one the latency of a hop. A fit that no network explains, with
-    less than a fifth of the rate of the links, is not used.
+    largest all-reduce gives the rate, and the smallest one the latency, of which each hop has two. A fit with less than
+    a fifth of the rate of the links is not used.
 
     Args:
         network: of measured links; where some differ from the others it is returned as it is.
@@ -83,15 +83,24 @@ def fitted(network: Network, all_reduces: Mapping[int, float], workers: int) -> 
     small, large = min(all_reduces), max(all_reduces)
     if large < _LEAST_RATIO * small or all_reduces[large] <= all_reduces[small]:
         return network
-    bits_per_second, latency = _ring(all_reduces, workers, all_reduces[large] - all_reduces[small])
-    share = bits_per_second / network.bits_per_second
-    if share < _LEAST_SHARE:
+    _, hop = _ring(all_reduces, workers, all_reduces[large] - all_reduces[small])
+    gloo = replace(network, all_reduce="gloo", latency=max(network.latency, hop / 2))
+
+    def at(share: float) -> Network:
+        return replace(gloo, bits_per_second=share * network.bits_per_second)
+
+    def is_too_slow(share: float) -> bool:
+        return max(Wires(at(share), workers).all_reduce([0.0] * workers, large)) > all_reduces[large]
+
+    low, high = _LEAST_SHARE, _MOST_SHARE
+    if not is_too_slow(low):
         return network
-    return replace(
-        network,
-        bits_per_second=network.bits_per_second * min(_MOST_SHARE, share),
-        latency=max(network.latency, latency),
-    )
+    if is_too_slow(high):
+        return at(high)
+    while high - low > _PRECISION * low:
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_too_slow(middle) else (low, middle)
+    return at(high)
 
 
 def contended(network: Network, slowed: float, bytes_per_second: float) -> Network:

@@ -125,8 +125,8 @@ class Network:
             messages need the processor too; half as much while it does one of them. 0, unless given, is for workers
             with a core or an accelerator to spare; `thinwire doctor` measures it.
         per_call: seconds that each collective call takes before its first byte is sent.
-        all_reduce: the algorithm: "ring"; "gloo" for a ring that sends segments of at most 1 MiB, two at a time; "tree"
-            for NCCL's double binary tree.
+        all_reduce: the algorithm: "ring"; "gloo" for rings that send segments of at most 1 MiB, two at a time, once the
+            receiver expects them; "tree" for NCCL's double binary tree.
         per_segment: seconds that Gloo's ring needs for each segment besides its transfer.
         window: bytes that a TCP connection has in flight at most; its rate is at most a window per round trip.
         slow_start: whether a connection that was idle for 0.2 s starts again at ten TCP segments per round trip.

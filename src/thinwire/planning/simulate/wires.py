@@ -222,8 +222,8 @@ class Wires:
 
     def all_reduce(self, launched: Sequence[float], nbytes: float) -> list[float]:
         """When each rank has the result of an all-reduce: of a ring, 2 (n-1) hops of an n-th of the vector."""
-        if self._network.all_reduce == "gloo" and self._workers > 1:
-            return self._segmented(launched, nbytes)
+        if self._is_gloo:
+            return self._segmented(launched, nbytes / self._workers, rounds=2)
         if self._network.all_reduce == "tree" and self._workers > 1:
             return self._tree(launched, nbytes)
         return self._ring(launched, 2 * (self._workers - 1), nbytes / self._workers)
@@ -235,7 +235,14 @@ class Wires:
         if nbytes <= DIRECT_GATHER_BYTES:
             sums, shape = np.full(self._workers, (self._workers - 1.0) * nbytes), (self._workers, self._workers)
             return self._at_once(launched, sums, sums, np.broadcast_to(np.array(float(nbytes)), shape))
+        if self._is_gloo:
+            return self._segmented(launched, nbytes, rounds=1)
         return self._ring(launched, self._workers - 1, nbytes)
+
+    @property
+    def _is_gloo(self) -> bool:
+        """Whether a message is sent only after the receiver has told that it expects it."""
+        return self._network.all_reduce == "gloo" and self._workers > 1
 
     def all_to_all(self, launched: Sequence[float], nbytes: Sequence[Sequence[float]] | Times) -> list[float]:
         """When each rank has its column; `nbytes[i][j]` is what rank i sends to rank j.
@@ -251,7 +258,8 @@ class Wires:
             for offset in range(1, self._workers):
                 for src in ranks:
                     dst = (src + offset) % self._workers
-                    left, arrived = self.send(launched[src], src, dst, nbytes[src][dst])
+                    told = launched[dst] + self.latency(dst, src) if self._is_gloo else 0.0
+                    left, arrived = self.send(max(launched[src], told), src, dst, nbytes[src][dst])
                     done[src], done[dst] = max(done[src], left), max(done[dst], arrived)
             return done
         rows = np.asarray(nbytes, dtype=float)
@@ -275,7 +283,7 @@ class Wires:
                 taken[[a, b]] = np.maximum(taken[[a, b]], seconds)
                 latency = max(latency, self.latency(a, b))
         self._occupy(sent, received, max(launched), begin)
-        return (begin + latency + taken).tolist()
+        return (begin + (2 if self._is_gloo else 1) * latency + taken).tolist()
 
     def _across(self, nbytes: Times) -> Iterator[tuple[list[int], float, float]]:
         """Each rack's ranks, and the seconds for which its uplink carries what they send out of it and receive."""
@@ -319,19 +327,24 @@ class Wires:
         for lane, _ in self._ring_uplinks():
             lane.book(now, begin, nbytes / self._rack_rate)
 
-    def _segmented(self, launched: Sequence[float], nbytes: float) -> list[float]:
+    def _segmented(self, launched: Sequence[float], nbytes: float, *, rounds: int) -> list[float]:
         """Gloo's ring: each part in segments, of which the third is posted when the first has been received.
 
         A segment is sent when the next rank has told that it expects it. So two segments take at least two latencies
         and a transfer, and a ring over a slow link with a delay does not fill it.
+
+        Args:
+            launched: by rank.
+            nbytes: of a part, of which each rank sends all but one in a round.
+            rounds: of the ring; two for an all-reduce, a reduce-scatter and an all-gather.
         """
         rates, latencies = self._ring_links()
-        parts = max(2, ceil(nbytes / self._workers / SEGMENT_BYTES))
-        occupied = nbytes / self._workers / parts / rates
+        parts = max(2, ceil(nbytes / SEGMENT_BYTES))
+        occupied = nbytes / parts / rates
         ready = self._ready(launched)
-        done = self._start_of_ring(ready, nbytes / self._workers)
-        for _ in ("reduce-scatter", "all-gather"):
-            count = (self._workers - 1) * parts
+        done = self._start_of_ring(ready, nbytes)
+        count = (self._workers - 1) * parts
+        for _ in range(rounds):
             posted, free, paces = (done, done), done, list[Times]()
             for _ in range(min(count, _ITERATIONS)):
                 free = np.maximum(np.maximum(posted[0], np.roll(posted[0], -1) + latencies), free) + occupied
@@ -341,7 +354,7 @@ class Wires:
             rest = max(0, count - _ITERATIONS)
             pace = (paces[-1] - paces[_ITERATIONS // 2 - 1]) / (_ITERATIONS - _ITERATIONS // 2) if rest else 0.0
             done = np.maximum(*posted) + rest * pace
-        self._book_ring(max(launched), float(ready.max()), 2 * (self._workers - 1) * nbytes / self._workers)
+        self._book_ring(max(launched), float(ready.max()), rounds * (self._workers - 1) * nbytes)
         return done.tolist()
 
     def _start_of_ring(self, ready: Times, nbytes: float) -> Times:
