@@ -19,10 +19,16 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float64: 1e-6}
 
 
 def cases() -> list[Any]:
-    """Each loop under each method and dtype; in the fast tests dtypes take turns, so that each loop has met all."""
+    """Each loop under each method and dtype.
 
-    def is_fast(number: int, turn: int, dtype: torch.dtype, case: Case) -> bool:
-        return not case.slow and dtype == case.dtypes[(number + turn) % len(case.dtypes)]
+    In the fast tests dtypes take turns, so that each loop has met all. A sample of the tests has each loop under
+    AllReduce() and, in turn, under one of the other methods.
+    """
+
+    def marks(number: int, turn: int, dtype: torch.dtype, case: Case) -> Any:
+        if case.slow or dtype != case.dtypes[(number + turn) % len(case.dtypes)]:
+            return pytest.mark.slow
+        return pytest.mark.every_case if turn in (0, 1 + number % 3) else ()
 
     return [
         pytest.param(
@@ -30,7 +36,7 @@ def cases() -> list[Any]:
             recipe,
             dtype,
             id=f"{name}-{recipe.partition('(')[0]}-{str(dtype)[6:]}",
-            marks=() if is_fast(number, turn, dtype, case) else pytest.mark.slow,
+            marks=marks(number, turn, dtype, case),
         )
         for number, (name, case) in enumerate(LOOPS.items())
         for turn, recipe in enumerate(METHODS)

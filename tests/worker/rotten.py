@@ -306,7 +306,7 @@ FORGERIES: dict[str, tuple[Forgery, int]] = {
         lambda c: c["state"]["replicas"][0]["state"].update({"server_error/0-9": torch.zeros(3)}),
         1,
     ),
-    "state of a made-up size": (lambda c: c["state"]["replicas"][0]["state"].update(more=torch.zeros(77, 3)), 1),
+    "state of a made-up size": (lambda c: c["state"]["replicas"][0]["state"].update(more=torch.zeros(2)), 1),
     "messages that are no list": (put(at(*VECTOR, "inflight"), {"base/shares of step 4": torch.ones(3)}), 0),
     "a message of another size": (put(at(*VECTOR, "inflight"), {"base/shares of step 4": [torch.ones(3)]}), 0),
     "a message that is a number": (put(at(*VECTOR, "inflight"), {"base/shares of step 4": [1]}), 0),

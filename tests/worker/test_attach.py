@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from tests.engine import (
     momentum,
     net,
     serial,
-    sgd,
     squared_error,
     steps,
 )
@@ -170,22 +168,6 @@ def test_every_dtype_of_a_model_has_its_own_strategy_state() -> None:
     assert torch.equal(x, y)
 
 
-def test_bfloat16_and_float32_parameters_train_side_by_side() -> None:
-    class Halved(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = nn.Linear(3, 5).bfloat16(), nn.Linear(5, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.body(x.bfloat16()).float())
-
-    def work(comm: Comm) -> Tensor:
-        return flat(steps(attach(comm, LocalSGD(2), model=drawn(Halved())), batches(comm.rank, 4)).model.float())
-
-    x, y = run_threads(2, work)
-    assert torch.equal(x, y)
-
-
 def test_every_rank_starts_from_rank_zero_or_from_its_own() -> None:
     def work(comm: Comm) -> tuple[Tensor, Tensor]:
         own, shared = net(seed=comm.rank), net(seed=comm.rank)
@@ -317,85 +299,6 @@ def test_a_round_at_learning_rate_zero_moves_nothing() -> None:
         return torch.equal(before, flat(worker.model))
 
     assert run_threads(2, work) == [True, True]
-
-
-# -- accumulation, clipping --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("strategy", [AllReduce(), LocalSGD(2)], ids=repr)
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_accumulated_gradients_equal_one_big_batch(strategy: Strategy, set_to_none: bool) -> None:
-    def work(comm: Comm, parts: int) -> tuple[Tensor, float]:
-        worker = attach(comm, strategy)
-        for step in range(4):
-            x, y = batch(comm.rank, step, rows=8)
-            worker.optimizer.zero_grad(set_to_none=set_to_none)
-            for i, (inputs, targets) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
-                with worker.no_sync() if i < parts - 1 else nullcontext():
-                    ((worker.model(inputs) - targets).square().mean() / parts).backward()
-            worker.optimizer.step()
-        return flat(worker.model), worker.comm.meter.payload_bytes
-
-    (whole, nbytes), _ = run_threads(2, lambda c: work(c, 1))
-    (parts, nbytes_in_parts), _ = run_threads(2, lambda c: work(c, 4))
-    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
-    assert nbytes_in_parts == nbytes
-
-
-def test_backward_twice_without_no_sync_adds_up_two_means() -> None:
-    def work(comm: Comm) -> Tensor:
-        worker = attach(comm, AllReduce())
-        for step in range(2):
-            x, y = batch(comm.rank, step)
-            (worker.model(x) - y).square().mean().backward()
-        return torch.cat([p.grad.reshape(-1) for p in worker.model.parameters() if p.grad is not None])
-
-    found = run_threads(2, work)
-    model = net()
-    for rank in range(2):
-        for step in range(2):
-            x, y = batch(rank, step)
-            ((model(x) - y).square().mean() / 2).backward()
-    expected = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
-    assert torch.equal(found[0], found[1])
-    torch.testing.assert_close(found[0], expected)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_clipping_after_backward_clips_the_mean_gradient(set_to_none: bool) -> None:
-    def work(comm: Comm) -> tuple[Tensor, list[float]]:
-        worker, norms = attach(comm, AllReduce()), []
-        for x, y in batches(comm.rank, 4):
-            worker.optimizer.zero_grad(set_to_none=set_to_none)
-            (worker.model(x) - y).square().mean().backward()
-            norms.append(float(nn.utils.clip_grad_norm_(worker.model.parameters(), 0.3)))
-            worker.optimizer.step()
-        return flat(worker.model), norms
-
-    (x, norms), (y, other_norms) = run_threads(2, work)
-    assert torch.equal(x, y)
-    assert norms == other_norms
-    model, expected = net(), []
-    serial(4, model, before_step=lambda: expected.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.3))))
-    assert norms == pytest.approx(expected, rel=1e-5)
-    torch.testing.assert_close(x, flat(model), rtol=1e-5, atol=1e-6)
-
-
-def test_sparse_gradients_are_exchanged_too() -> None:
-    def loss(model: nn.Module, rank: int, step: int) -> Tensor:
-        return model(torch.tensor([[rank, step, step]])).square().sum()
-
-    def work(comm: Comm) -> Tensor:
-        worker = attach(comm, AllReduce(), model=drawn(nn.EmbeddingBag(6, 2, sparse=True)), optimizer=sgd)
-        for step in range(3):
-            worker.optimizer.zero_grad()
-            loss(worker.model, comm.rank, step).backward()
-            worker.optimizer.step()
-        return flat(worker.model)
-
-    x, y = run_threads(2, work)
-    assert torch.equal(x, y)
-    torch.testing.assert_close(x, flat(serial(3, drawn(nn.EmbeddingBag(6, 2)), sgd, loss=loss)))
 
 
 # -- the wire ----------------------------------------------------------------------------------------------------------

@@ -110,22 +110,6 @@ def test_gradients_that_were_not_exchanged_are_refused(body: Callable[[Comm], No
         run_threads(2, body)
 
 
-def test_gradients_that_were_exchanged_are_not_refused() -> None:
-    def body(comm: Comm) -> int:
-        worker = attach(comm, "AllReduce()")
-        for step in range(3):
-            with worker.no_sync():
-                squared_error(worker.model, comm.rank, step).backward()
-            squared_error(worker.model, comm.rank, step + 10).backward()
-            worker.optimizer.step()
-            worker.optimizer.step()  # once more with the same gradient
-            worker.optimizer.zero_grad(set_to_none=step % 2 == 0)
-        worker.optimizer.step()  # with none
-        return worker.step
-
-    assert run_threads(2, body) == [7, 7]
-
-
 @pytest.mark.parametrize("to_none", [True, False])
 def test_a_switch_may_follow_a_skipped_step(to_none: bool) -> None:
     def body(comm: Comm) -> str:

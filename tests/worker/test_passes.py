@@ -312,46 +312,7 @@ def test_tiled_layers_are_sent_before_the_end_of_the_pass_once_their_number_is_k
         assert early >= all_bytes - stem
 
 
-# -- hooks of the user's ---------------------------------------------------------------------------------------------
-
-
-def halve(parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.grad.mul_(0.5)
-
-
-def mask(parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.grad = parameter.grad * (parameter.grad > 0)
-
-
-HOOKS: dict[str, Callable[[nn.Parameter], object]] = {
-    "in place": lambda p: p.register_post_accumulate_grad_hook(halve),
-    "replaced": lambda p: p.register_post_accumulate_grad_hook(mask),
-    "tensor hook": lambda p: p.register_hook(lambda grad: grad * 0.5),
-}
-
-
-@pytest.mark.parametrize("kind", HOOKS)
-def test_hooks_apply_before_gradients_are_sent_also_if_registered_after_attach(kind: str) -> None:
-    def train(comm: Comm, after: bool) -> list[Tensor]:
-        model = net()
-        if not after:
-            _ = [HOOKS[kind](p) for p in model.parameters()]
-        worker = attach(comm, AllReduce(), model=model, bucket_bytes=1)
-        if after:
-            _ = [HOOKS[kind](p) for p in model.parameters()]
-        return one_pass(worker, 0)
-
-    wanted = [torch.zeros_like(p) for p in net().parameters()]
-    for rank in range(2):
-        model = net()
-        _ = [HOOKS[kind](p) for p in model.parameters()]
-        squared_error(model, rank, 0).backward()
-        wanted = [total + grad / 2 for total, grad in zip(wanted, gradients(model), strict=True)]
-    for after in (False, True):
-        for found in thinwire.run_threads(2, lambda comm, after=after: train(comm, after), timeout=20):
-            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 def test_a_step_inside_the_backward_pass_is_refused_on_all_ranks() -> None:
@@ -370,26 +331,6 @@ def test_create_graph_is_refused_on_all_ranks() -> None:
 
     for text in endings(2, train):
         assert "backward(create_graph=True): averaged gradients have no graph" in text
-
-
-def test_a_gradient_penalty_is_averaged() -> None:
-    def loss_of(model: nn.Module, rank: int) -> Tensor:
-        x, y = batch(rank, 0)
-        x.requires_grad_()
-        out = model(x)
-        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        return (out - y).square().mean() + slope.square().mean()
-
-    def train(comm: Comm) -> list[Tensor]:
-        worker = attach(comm, AllReduce())
-        loss_of(worker.model, comm.rank).backward()
-        return gradients(worker.model)
-
-    model = net()
-    for rank in range(2):
-        (loss_of(model, rank) / 2).backward()
-    for found in thinwire.run_threads(2, train, timeout=10):
-        torch.testing.assert_close(found, gradients(model), rtol=1e-5, atol=1e-6)
 
 
 # -- accumulation of several passes ----------------------------------------------------------------------------------
