@@ -134,21 +134,6 @@ def plain(value: Any) -> Any:
 # -- in files ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
-def test_resuming_from_files_is_bitwise_the_uninterrupted_run(strategy: Strategy, tmp_path: Path) -> None:
-    def work(comm: Comm) -> bool:
-        first = steps(attach(comm, strategy, model=normed(), optimizer=adamw), batches(comm.rank, 5))
-        home = first.save(tmp_path / "run")
-        assert home == tmp_path / "run" / "step-00000005"
-        expected = everything(steps(first, batches(comm.rank, 4, first=5)))
-        first.detach()
-        second = attach(comm, strategy, model=normed(7), optimizer=adamw)
-        assert second.load(tmp_path / "run") == {}
-        return equal(everything(steps(second, batches(comm.rank, 4, first=5))), expected)
-
-    assert run_threads(3, work) == [True] * 3
-
-
 def interrupted(folder: str, strategies: list[Strategy]) -> list[bool]:
     """One rank: train, save, continue; then the same from the files, with dropout and a schedule."""
     folders = [Path(folder) / str(i) for i in range(len(strategies))]

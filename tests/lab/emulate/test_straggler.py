@@ -3,6 +3,7 @@
 
 import pytest
 
+from tests.rules import for_each
 from thinwire.errors import ConfigError
 from thinwire.lab.emulate import Straggler, parse_stragglers, straggler_environment
 
@@ -48,8 +49,7 @@ def test_a_pause_is_what_is_missing_to_the_factor_and_the_stall():
     assert worker.pause(0, 0.001) == pytest.approx(0.004)
 
 
-@pytest.mark.parametrize(
-    ("slow", "stall", "words"),
+@for_each(
     [
         ("fast", None, ["slow 'fast'", "RANK:FACTORx", "2:3x"]),
         ("2:3", None, ["'3'", "2:3x"]),
@@ -64,13 +64,14 @@ def test_a_pause_is_what_is_missing_to_the_factor_and_the_stall():
         (None, "9:0.1:200ms", ["no worker '9'"]),
     ],
 )
-def test_a_straggler_that_cannot_be_is_refused_with_value_and_rule(slow, stall, words):
+def test_a_straggler_that_cannot_be_is_refused_with_value_and_rule(case):
+    slow, stall, words = case
     with pytest.raises(ConfigError) as refusal:
         parse_stragglers(slow, stall, workers=4)
     assert all(word in str(refusal.value) for word in words)
 
 
-@pytest.mark.parametrize("values", [{"factor": 0.5}, {"stall_probability": 2}, {"stall_seconds": -1}])
+@for_each([{"factor": 0.5}, {"stall_probability": 2}, {"stall_seconds": -1}])
 def test_values_out_of_range_are_refused_by_name(values):
     with pytest.raises(ConfigError, match=next(iter(values))):
         Straggler(**values)

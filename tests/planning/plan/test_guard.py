@@ -10,6 +10,7 @@ import torch
 
 import thinwire
 from tests.engine import attach, batches, flat, steps
+from tests.rules import for_each
 from thinwire import AllReduce, Comm, ConfigError, LocalSGD, Strategy
 from thinwire.planning.plan.guard import Guard, Verdict
 
@@ -93,9 +94,7 @@ def test_what_is_given_twice_is_refused() -> None:
         Guard(attach(None, LocalSGD(period=3)), fallback_seconds=1.0, fallback_least=1.0)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"fallback_least": -1.0}, {"fallback_seconds": 0.0}, {"tolerance": -1.0}, {"windows": 0}]
-)
+@for_each([{"fallback_least": -1.0}, {"fallback_seconds": 0.0}, {"tolerance": -1.0}, {"windows": 0}])
 def test_values_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Guard(attach(None, LocalSGD(period=3)), **wrong)  # pyright: ignore[reportArgumentType]
