@@ -77,3 +77,12 @@ def test_a_view_is_of_elastic_workers() -> None:
     assert worker.elastic is None
     with pytest.raises(ConfigError, match="only workers of attach"):
         _ = worker.view
+
+
+def test_a_batch_may_have_no_samples_and_not_less() -> None:
+    worker = attach(None, LocalSGD(4))
+    worker.record_batch(0)
+    assert worker.replicas[0].samples == 0
+    for number in (-1, float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match=f"num_samples={number}: must be finite and not negative"):
+            worker.record_batch(number)
