@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine import attach, batches, drawn, flat, net, steps
+from tests.rules import for_each
 from thinwire import AllReduce, Comm, ConfigError, LocalSGD, MismatchError, run_threads
 from thinwire.worker.parameters import find_alias
 
@@ -41,7 +42,7 @@ def tied_in_one_column() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("model", [tied_by_data, tied_by_transposing, tied_to_a_frozen_one, tied_in_one_column])
+@for_each([tied_by_data, tied_by_transposing, tied_to_a_frozen_one, tied_in_one_column])
 def test_two_parameters_in_the_same_memory_are_refused_on_all_ranks_before_anything_changes(model: Model) -> None:
     def work(comm: Comm) -> None:
         made = model()
@@ -63,7 +64,7 @@ def with_a_buffer(make: Callable[[Tensor], Tensor]) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("make", [lambda x: x.data[1], lambda x: x.detach(), lambda x: x.data[:, 0].view(torch.int32)])
+@for_each([lambda x: x.data[1], lambda x: x.detach(), lambda x: x.data[:, 0].view(torch.int32)])
 def test_a_buffer_that_is_a_view_of_a_parameter_is_refused(make: Callable[[Tensor], Tensor]) -> None:
     def work(comm: Comm) -> None:
         with pytest.raises(ConfigError, match=r"buffer 0\.row lies in the memory of parameter 0\.weight"):
@@ -121,8 +122,7 @@ def frozen_in_one_memory() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    "model",
+@for_each(
     [
         tied,
         lambda: nn.LSTM(3, 4, 2),
@@ -131,7 +131,7 @@ def frozen_in_one_memory() -> nn.Module:
         columns_of_one_matrix,
         buffers_in_one_memory,
         frozen_in_one_memory,
-    ],
+    ]
 )
 def test_tied_parameters_and_disjoint_parts_of_one_memory_attach(model: Model) -> None:
     run_threads(2, lambda comm: attach(comm, AllReduce(), model=model()), timeout=10)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import thinwire
 from tests.engine import (
     Mixed,
+    adamw,
     attach,
     batch,
     batches,
@@ -23,6 +25,7 @@ from tests.engine import (
     squared_error,
     steps,
 )
+from tests.rules import for_each
 from thinwire import AllReduce, Bf16, Comm, ConfigError, Gossip, Local, LocalSGD, PushSum, SlowMo, Strategy, run_threads
 
 ALONE = [AllReduce(), LocalSGD(2), Gossip(), Gossip(order="after"), PushSum(), Local()]
@@ -189,12 +192,9 @@ def test_every_rank_starts_from_rank_zero_or_from_its_own() -> None:
 # -- alone -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", [*ALONE, SlowMo(period=3, momentum=0.0)], ids=repr)
-@pytest.mark.parametrize("kind", ["sgd", "adamw"])
-def test_one_worker_alone_trains_bitwise_as_the_bare_loop(strategy: Strategy, kind: str) -> None:
-    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        return momentum(model) if kind == "sgd" else torch.optim.AdamW(model.parameters(), lr=0.01)
-
+@for_each(product([*ALONE, SlowMo(period=3, momentum=0.0)], [momentum, adamw]))
+def test_one_worker_alone_trains_bitwise_as_the_bare_loop(case: tuple[Strategy, Any]) -> None:
+    strategy, optimizer = case
     model = net()
     expected = bare(model, optimizer(model), 10)
     worker = steps(attach(None, strategy, optimizer=optimizer), batches(0, 10))
@@ -372,11 +372,9 @@ def test_sparse_parameters_are_refused_by_name(layout: torch.layout) -> None:
         thinwire.attach(model, torch.optim.SGD([model.table], lr=0.1), AllReduce())
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-@pytest.mark.parametrize("strategy", [AllReduce(), LocalSGD(2)], ids=str)
-def test_complex_parameters_are_refused_by_name_and_their_real_form_attaches(
-    strategy: Strategy, dtype: torch.dtype
-) -> None:
+@for_each(product([AllReduce(), LocalSGD(2)], [torch.complex64, torch.complex128]))
+def test_complex_parameters_are_refused_by_name_and_their_real_form_attaches(case: tuple[Strategy, Any]) -> None:
+    strategy, dtype = case
     model = nn.Sequential(nn.Linear(3, 2, dtype=dtype))
     with pytest.raises(ConfigError, match=rf"0\.weight is of {dtype}: only real .* torch\.view_as_real"):
         thinwire.attach(model, momentum(model), strategy)

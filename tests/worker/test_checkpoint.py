@@ -19,6 +19,7 @@ import thinwire
 from tests.engine import Mixed, adamw, attach, batches, drawn, flat, momentum, net, steps
 from tests.pool import run_processes
 from tests.problems import Irregular
+from tests.rules import for_each
 from thinwire import (
     AllReduce,
     Bf16,
@@ -510,8 +511,7 @@ def test_another_number_of_workers_needs_the_models_and_optimizers_of_all() -> N
     assert worker.step == 3
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
+@for_each(
     [
         (lambda state: {}, "holds no rank's part"),
         (lambda state: {"0.weight": torch.zeros(2)}, "lacks 0.weight/header. Pass the result of Worker.state_dict"),
@@ -520,9 +520,10 @@ def test_another_number_of_workers_needs_the_models_and_optimizers_of_all() -> N
         (lambda state: {**state, "rank-0000/step": torch.tensor(-1)}, "step=-1: must be a number of steps"),
         (lambda state: with_header(state, format=7, thinwire="9.1"), "format 7, written by thinwire '9.1'"),
         (lambda state: with_header(state, tree=[]), "a rank's part is a list"),
-    ],
+    ]
 )
-def test_a_damaged_state_dict_is_refused_before_anything_is_changed(change: Callable[..., Any], words: str) -> None:
+def test_a_damaged_state_dict_is_refused_before_anything_is_changed(case: tuple[Callable[..., Any], str]) -> None:
+    change, words = case
     worker = steps(attach(None, SlowMo(period=2)), batches(0, 3))
     state = worker.state_dict()
     before = everything(worker)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.engine import attach, batches, drawn, flat, steps
 from tests.problems import Irregular
+from tests.rules import for_each
 from thinwire import (
     AllReduce,
     Budget,
@@ -167,9 +168,9 @@ CONSTANTS = {
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
-@pytest.mark.parametrize("buffer", [*CONSTANTS.values(), "CSR"], ids=[*CONSTANTS, "CSR"])
-def test_a_buffer_that_is_equal_on_all_ranks_keeps_its_bits(buffer: Tensor | str) -> None:
-    buffer = torch.eye(3).to_sparse_csr() if isinstance(buffer, str) else buffer
+@for_each([*CONSTANTS, "CSR"])
+def test_a_buffer_that_is_equal_on_all_ranks_keeps_its_bits(name: str) -> None:
+    buffer = torch.eye(3).to_sparse_csr() if name == "CSR" else CONSTANTS[name]
     wanted = bits(buffer)
 
     def work(comm: Comm) -> None:
@@ -184,12 +185,10 @@ def test_a_buffer_that_is_equal_on_all_ranks_keeps_its_bits(buffer: Tensor | str
     run_threads(3, work)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "wanted"),
-    [(torch.float16, 6e4), (torch.bfloat16, 6e4), (torch.float32, 3e38), (torch.float64, 1e308)],
-    ids=str,
-)
-def test_the_mean_of_large_buffers_does_not_overflow(dtype: torch.dtype, wanted: float) -> None:
+@for_each([(torch.float16, 6e4), (torch.bfloat16, 6e4), (torch.float32, 3e38), (torch.float64, 1e308)])
+def test_the_mean_of_large_buffers_does_not_overflow(case: tuple[torch.dtype, float]) -> None:
+    dtype, wanted = case
+
     def work(comm: Comm) -> Tensor:
         model = drawn(Buffered(torch.zeros(2, dtype=dtype)))
         worker = attach(comm, Local(), model=model)
@@ -245,7 +244,7 @@ AVERAGED = [
 ]
 
 
-@pytest.mark.parametrize("strategy", AVERAGED, ids=repr)
+@for_each(AVERAGED)
 def test_parameters_are_not_sent_right_after_an_average(strategy: Strategy) -> None:
     def work(comm: Comm) -> list[tuple[int, bool, float]]:
         worker, found = attach(comm, strategy), list[tuple[int, bool, float]]()
@@ -260,7 +259,7 @@ def test_parameters_are_not_sent_right_after_an_average(strategy: Strategy) -> N
         assert unchanged == (sent == 0) == (step % 4 == 0)
 
 
-@pytest.mark.parametrize("changed", [[1], [0, 1, 2]], ids=str)
+@for_each([[1], [0, 1, 2]])
 def test_parameters_that_were_changed_since_the_average_are_averaged(changed: list[int]) -> None:
     def work(comm: Comm) -> tuple[Tensor, Tensor]:
         worker = steps(attach(comm, LocalSGD(2)), batches(comm.rank, 2))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -136,9 +137,10 @@ def test_a_quantizer_that_plans_by_earlier_passes_keeps_its_replicas_equal() -> 
     assert all(torch.equal(x, found[0][0]) and bool(x.isfinite().all()) for x, _ in found)
 
 
-@pytest.mark.parametrize("where", [FIRST, LAST])
-@pytest.mark.parametrize("codec", [None, ErrorFeedback(OneBit(8))], ids=str)
-def test_a_batch_that_fails_on_some_ranks_only_is_an_error_that_names_them_on_all(where: str, codec: Any) -> None:
+@for_each(product([FIRST, LAST], [None, ErrorFeedback(OneBit(8))]))
+def test_a_batch_that_fails_on_some_ranks_only_is_an_error_that_names_them_on_all(case: tuple[str, Any]) -> None:
+    where, codec = case
+
     def work(comm: Comm) -> None:
         careless(attach(comm, AllReduce(codec)), {2: where} if comm.rank == 1 else {})
 

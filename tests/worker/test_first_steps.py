@@ -7,6 +7,7 @@ import copy
 import logging
 import re
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import thinwire
 from tests.engine import attach, batch, batches, drawn, endings, flat, net, sgd, steps
 from tests.pool import run_processes
 from tests.problems import Irregular
+from tests.rules import for_each
 from thinwire import (
     AllReduce,
     Comm,
@@ -40,9 +42,10 @@ CODED = LocalSGD(period=2, codec=ErrorFeedback(OneBit(8)))
 # -- weights that are loaded after attach ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", [AllReduce(), CODED, DiLoCo(period=2), PushSum()], ids=str)
-@pytest.mark.parametrize("how", ["load_state_dict", "in place", "frozen"])
-def test_weights_that_one_rank_has_loaded_are_refused_on_all(strategy: Strategy, how: str) -> None:
+@for_each(product([AllReduce(), CODED, DiLoCo(period=2), PushSum()], ["load_state_dict", "in place", "frozen"]))
+def test_weights_that_one_rank_has_loaded_are_refused_on_all(case: tuple[Strategy, str]) -> None:
+    strategy, how = case
+
     def work(comm: Comm) -> None:
         model = net()
         model[0].requires_grad_(how != "frozen")
@@ -60,7 +63,7 @@ def test_weights_that_one_rank_has_loaded_are_refused_on_all(strategy: Strategy,
     assert endings(3, work) == [error] * 3
 
 
-@pytest.mark.parametrize("strategy", [AllReduce(), DiLoCo(period=2)], ids=str)
+@for_each([AllReduce(), DiLoCo(period=2)])
 def test_weights_that_ranks_have_loaded_differently_are_refused(strategy: Strategy) -> None:
     def work(comm: Comm) -> None:
         worker = attach(comm, strategy)
@@ -94,7 +97,7 @@ def test_a_worker_alone_starts_from_what_it_has_loaded() -> None:
     assert torch.equal(train(late=True), train(late=False))
 
 
-@pytest.mark.parametrize("strategy", [CODED, SlowMo(period=3), DiLoCo(period=3), PushSum(Irregular())], ids=str)
+@for_each([CODED, SlowMo(period=3), DiLoCo(period=3), PushSum(Irregular())])
 def test_weights_loaded_between_steps_are_refused_where_copies_are_kept(strategy: Strategy) -> None:
     def work(comm: Comm) -> None:
         worker = steps(attach(comm, strategy), batches(comm.rank, 4))

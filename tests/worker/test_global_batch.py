@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +14,7 @@ from torch import Tensor
 import thinwire
 from tests.elastic.fleets import Kill, run_fleet, survivors
 from tests.engine import attach, batch, batches, endings, flat, net, steps
+from tests.rules import for_each
 from thinwire import AllReduce, Comm, ConfigError, LocalSGD, Paced, Worker, run_threads
 from thinwire.elastic.sampler import batch_share
 from thinwire.worker.global_batch import GlobalBatch, shares
@@ -54,9 +57,10 @@ def alone() -> Tensor:
     return flat(model)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize("passes", [1, 2])
-def test_means_are_over_samples_for_any_number_of_workers(size: int, passes: int) -> None:
+@for_each(product([1, 2, 3, 5], [1, 2]))
+def test_means_are_over_samples_for_any_number_of_workers(case: tuple[int, int]) -> None:
+    size, passes = case
+
     def train(comm: Comm) -> tuple[Tensor, list[tuple[int, range]]]:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)

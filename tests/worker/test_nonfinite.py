@@ -15,6 +15,7 @@ import thinwire
 from tests.battery.runs import everything
 from tests.engine import Mixed, adamw, attach, batch, batches, drawn, endings, flat, net, one_bit_adam, steps
 from tests.pool import run_processes
+from tests.rules import for_each
 from thinwire import (
     AllReduce,
     Comm,
@@ -66,8 +67,7 @@ def errors(strategy: Strategy, ranks: tuple[int, ...] = (1,), *, size: int = 3, 
     return thinwire.run_threads(size, work, timeout=10)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "settings"),
+@for_each(
     [
         (AllReduce(), {}),
         (AllReduce(ErrorFeedback(OneBit(8))), {}),
@@ -76,10 +76,10 @@ def errors(strategy: Strategy, ranks: tuple[int, ...] = (1,), *, size: int = 3, 
         (EagerPushSum(staleness=1), {}),
         (CompressedMomentum(OneBit(8), warmup_steps=4), {"optimizer": one_bit_adam}),
         (CompressedMomentum(OneBit(8), warmup_steps=1), {"optimizer": one_bit_adam}),
-    ],
-    ids=lambda value: ",".join(value) if isinstance(value, dict) else str(value),
+    ]
 )
-def test_all_ranks_raise_the_same_error(strategy: Strategy, settings: dict[str, Any]) -> None:
+def test_all_ranks_raise_the_same_error(case: tuple[Strategy, dict[str, Any]]) -> None:
+    strategy, settings = case
     found = errors(strategy, **settings)
     assert set(found) == {found[0]}
     assert found[0].startswith(f"step {BAD_STEP}: the gradient of 0.weight on rank 1 is NaN or infinite; ")

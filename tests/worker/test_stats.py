@@ -6,27 +6,26 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from tests.engine import attach, batches, net, steps
+from tests.rules import for_each
 from thinwire import AllReduce, Comm, DiLoCo, Gossip, LocalSGD, SlowMo, Stats, Strategy, run_threads
 from thinwire.integrations.session import figures_of
 
 VECTOR = 4.0 * sum(p.numel() for p in net().parameters())  # what an all-reduce of two ranks sends
 
 
-@pytest.mark.parametrize(
-    ("strategy", "averages", "sent"),
+@for_each(
     [
         (AllReduce(), 8, 8 * VECTOR),
         (LocalSGD(3), 2, 2 * VECTOR),
         (DiLoCo(period=4, delay=2), 2, 2 * VECTOR),
         (Gossip(), 8, 8 * VECTOR),
         (SlowMo(Gossip(), period=4), 8, 10 * VECTOR),
-    ],
-    ids=repr,
+    ]
 )
-def test_steps_averages_and_bytes_are_counted_and_not_cleared(strategy: Strategy, averages: int, sent: float) -> None:
+def test_steps_averages_and_bytes_are_counted_and_not_cleared(case: tuple[Strategy, int, float]) -> None:
+    strategy, averages, sent = case
+
     def work(comm: Comm) -> Stats:
         worker = attach(comm, strategy)
         assert worker.stats() == Stats(0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)

@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 import time
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import thinwire
+from tests.rules import for_each
 from tests.worker.slowed import LONG, PERIOD, USUAL, Slowed, train
 from thinwire import Comm, run_threads
 from thinwire.lab.emulate import Network, available, parse_links, run_workers
@@ -156,9 +158,9 @@ def ring(slow: int, size: int, *, out: float, into: float) -> list[Report]:
     return [Report(0.0, 1.0, 2.0, sending[rank], 1 + rank, 1 + (rank + 1) % size) for rank in range(size)]
 
 
-@pytest.mark.parametrize("size", [3, 4, 8])
-@pytest.mark.parametrize("into", [0.05, 1.9])
-def test_a_slow_link_is_told_from_its_neighbors(size: int, into: float) -> None:
+@for_each(product([3, 4, 8], [0.05, 1.9]))
+def test_a_slow_link_is_told_from_its_neighbors(case: tuple[int, float]) -> None:
+    size, into = case
     for slow in range(size):
         found = find_slow_worker(ring(slow, size, out=1.9, into=into))
         assert found is not None
