@@ -12,6 +12,7 @@ import torch
 from tests.engine import attach, batches, steps
 from tests.lab.report.samples import write_run
 from tests.lab.report.test_page import Page
+from tests.rules import for_each
 from thinwire import (
     Comm,
     DecentLaM,
@@ -130,13 +131,11 @@ def test_a_metric_s_name_is_never_markup_nor_a_path(tmp_path: Path):
     assert all(path.parent == folder / "plots" and path.exists() for path in plots)
 
 
-@pytest.mark.parametrize(
-    "strategy",
+@for_each(
     [
         *(Gossip(), Gossip(order="after"), DecentLaM(), QuasiGlobal(), DoubleAveraging(), ExactDiffusion()),
         *(PushSum(), PushSum(staleness=1), EagerPushSum(staleness=0)),
-    ],
-    ids=str,
+    ]
 )
 def test_gossip_strategies_record_the_consensus_distance(strategy: Strategy):
     def work(comm: Comm) -> list[float]:

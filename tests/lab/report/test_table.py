@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import io
 
-import pytest
 from rich.console import Console
 
 from tests.lab.report.samples import SAMPLES
@@ -76,11 +75,9 @@ def test_the_best_is_the_lowest_time_and_the_highest_accuracy():
     assert best(PAIR, "wire_bytes_per_worker_per_step", -1) is None
 
 
-@pytest.mark.parametrize(
-    ("metric", "better"), [("top-1 accuracy", 1), ("BLEU", 1), ("perplexity", -1), ("bits per byte", -1), ("rank", 0)]
-)
-def test_a_metric_s_name_decides_which_way_is_better(metric, better):
-    assert direction(metric) == better
+def test_a_metric_s_name_decides_which_way_is_better():
+    names = ["top-1 accuracy", "BLEU", "perplexity", "bits per byte", "rank"]
+    assert [direction(name) for name in names] == [1, 1, -1, -1, 0]
 
 
 def test_those_that_read_the_same_as_the_best_are_marked_too():
@@ -142,28 +139,12 @@ def test_labels_have_only_the_arguments_that_differ():
     ]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [
-        (0.00012, "120 µs"),
-        (0.0412, "41.2 ms"),
-        (0.99951, "1.00 s"),
-        (3.404, "3.40 s"),
-        (119.4, "119 s"),
-        (119.6, "2 min 00 s"),
-        (7500, "2 h 05 min"),
-    ],
-)
-def test_a_duration_is_three_digits_and_the_unit_that_fits(seconds, expected):
-    assert units.seconds(seconds) == expected
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "expected"),
-    [(0, "0 B"), (812, "812 B"), (26_340, "26.3 kB"), (999_900, "1.00 MB"), (1.534e9, "1.53 GB")],
-)
-def test_bytes_are_three_digits_and_the_decimal_unit_that_fits(nbytes, expected):
-    assert units.nbytes(nbytes) == expected
+def test_durations_and_bytes_are_three_digits_and_the_unit_that_fits():
+    durations = [0.00012, 0.0412, 0.99951, 3.404, 119.4, 119.6, 7500]
+    shown = ["120 µs", "41.2 ms", "1.00 s", "3.40 s", "119 s", "2 min 00 s", "2 h 05 min"]
+    assert [units.seconds(value) for value in durations] == shown
+    sizes = [0, 812, 26_340, 999_900, 1.534e9]
+    assert [units.nbytes(value) for value in sizes] == ["0 B", "812 B", "26.3 kB", "1.00 MB", "1.53 GB"]
 
 
 def test_rates_and_shares_are_as_people_write_them():

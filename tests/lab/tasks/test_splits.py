@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from tests.rules import refusals
+from tests.rules import for_each, refusals
 from thinwire.errors import ConfigError
 from thinwire.lab.tasks.data.base import ExampleMetadata, Shard, Stream, sample
 from thinwire.lab.tasks.data.examples import ExampleSet, Rows, labelled
@@ -64,7 +64,7 @@ def test_every_split_gives_every_example_to_exactly_one_worker(n: int, workers: 
         assert max(map(len, shards)) - min(map(len, shards)) <= 1
 
 
-@pytest.mark.parametrize("split", ["iid", "label", "group", "dirichlet(0.3)"])
+@for_each(["iid", "label", "group", "dirichlet(0.3)"])
 def test_a_split_depends_on_its_seed_alone(split: str) -> None:
     first, again, other = (split_shards(examples(99), 4, split=split, seed=seed) for seed in (1, 1, 2))
     assert [shard.indices.tolist() for shard in first] == [shard.indices.tolist() for shard in again]
@@ -188,7 +188,7 @@ def test_passages_end_with_a_line_and_belong_to_one_group() -> None:
         assert {line.split()[0] for line in passage.splitlines()} == {f"<{group}"}
 
 
-@pytest.mark.parametrize("split", ["iid", "group", "dirichlet(0.5)"])
+@for_each(["iid", "group", "dirichlet(0.5)"])
 def test_windows_read_a_workers_own_passages_and_nothing_else(split: str) -> None:
     data = prose(6, 40)
     shards = split_shards(data.metadata, 3, split=split, seed=0)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.grids import fast_where
+from tests.rules import for_each
 from thinwire import ConfigError
 from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.strategies.recipe import parse
@@ -111,7 +112,7 @@ def test_what_cannot_serve_is_left_out_in_words() -> None:
         choose([Option("Local()", None, None, "no")])
 
 
-@pytest.mark.parametrize("elements", [7, 9, 25, 1000])
+@for_each([7, 9, 25, 1000])
 def test_few_tensors_have_all_elements_also_of_a_tiny_model(elements: int) -> None:
     shapes = [(1,)] * 6 + [(elements - 6,)]
     few = Job(shapes, 4, Network(bits_per_second=1e8), ModelTime(0.02, 0.03)).coarse()
@@ -166,7 +167,7 @@ def test_what_missed_the_loss_in_a_measured_run_is_ranked_behind_all_that_reache
         choose([option("DiLoCo()", 0.01, NEVER)])
 
 
-@pytest.mark.parametrize("noise", [0.97, 1.0, 1.03])
+@for_each([0.97, 1.0, 1.03])
 def test_of_recipes_within_noise_the_simplest_is_recommended_whichever_is_the_fastest(noise: float) -> None:
     """Two timings of one codec differ by a few percent."""
     options = [

@@ -86,7 +86,7 @@ def test_a_slow_worker_is_not_lost_from_a_prediction() -> None:
     assert predicted("AllReduce()", 4, most_workers=1, network=slow).alone == pytest.approx(3 * TIME.seconds)
 
 
-@pytest.mark.parametrize("call", ["mailbox", "several", "broadcast"])
+@for_each(["mailbox", "several", "broadcast"])
 def test_calls_that_ranks_make_differently_are_refused(call: str) -> None:
     def work(comm: SimulatedComm) -> None:
         comm.compute(0.1)
