@@ -44,7 +44,7 @@ def test_a_fit_is_not_used_where_links_differ_or_nothing_explains_it() -> None:
     assert fitted(uneven, {4096: 1.0, 1 << 20: 2.0}, 4) is uneven
     even = Network(bits_per_second=1e9)
     assert fitted(even, measured(Network(bits_per_second=1e7), 4), 4) is even
-    assert fitted(even, {}, 4) is even
+    assert fitted(even, {}, 4) is fitted(even, {4096: 1.0, 1 << 20: 1.0}, 4) is even
 
 
 def test_links_with_delays_take_the_delays_of_both_ways_for_a_round_trip() -> None:
