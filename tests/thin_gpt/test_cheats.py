@@ -43,11 +43,10 @@ def test_an_honest_submission_passes(text: Text) -> None:
     assert record["digest"] and record["memory"] > 0 and min(record["wire"]) > min(record["claimed"]) > 0
 
 
-@pytest.mark.parametrize("name", CAUGHT)
-def test_a_cheating_submission_is_caught(name: str, text: Text, tmp_path: Path) -> None:
-    settings: dict[str, object] = {}
+@pytest.mark.parametrize(("name", "settings"), [*((name, {}) for name in CAUGHT), ("extra_steps", {"hidden": True})])
+def test_a_cheating_submission_is_caught(name: str, settings: dict[str, object], text: Text, tmp_path: Path) -> None:
     if name == "anothers_weights":
-        settings["weights"] = str(trained(tmp_path / "weights", text))
+        settings = {"weights": str(trained(tmp_path / "weights", text))}
     plan, entry = race(name, **settings)
     record = run(plan, text)
     found = verify(record, entry, text)
