@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m thin_gpt run|submit|verify|table|page`."""
+"""`python -m thin_gpt run|submit|verify|table|page|rank`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from thin_gpt import VERSION
 from thin_gpt.checks import verify
 from thin_gpt.jobs import Job, entered, estimate, run_job, work
-from thin_gpt.page import page, table
+from thin_gpt.page import compare, page, table
 from thin_gpt.racers import RACERS
 from thin_gpt.referee import Entry, Run, local_step_seconds
 from thin_gpt.results import Results
@@ -23,8 +23,12 @@ _HERE = Path(__file__).parent
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns 1 if a submission does not count."""
+    """Run a command; returns 1 if a submission does not count, or if two rankings differ too much."""
     asked = _parser().parse_args(arguments)
+    if asked.command == "rank":
+        lines, agree = compare(Results(asked.first), Results(asked.second), asked.size)
+        print("\n".join(lines))
+        return int(not agree)
     if asked.command in ("run", "submit") and os.geteuid() and not asked.track.startswith("loopback"):
         # Namespaces need root, which every user can be in a namespace of users.
         os.execvp("unshare", ["unshare", "-Ur", sys.executable, "-m", "thin_gpt", *(arguments or sys.argv[1:])])
@@ -60,6 +64,8 @@ def submit(asked: argparse.Namespace, results: Results) -> int:
         outer=asked.outer,
         allow=tuple(asked.allow),
         period=asked.period,
+        elastic=asked.elastic,
+        replayable=not asked.timing,
     )
     plain = Run(entry, asked.size, workers=asked.workers)
     while asked.rate is None and (following := results.next_try(entry, asked.size)) is not None:
@@ -76,7 +82,8 @@ def submit(asked: argparse.Namespace, results: Results) -> int:
     whole = replace(plain, track=asked.track or RANKED[0], rate=rate, outer=outer, trunk=size.trunk, decay=size.decay)
     local = local_step_seconds(asked.size, workers=asked.workers, text=text)
     record = run_job(Job("whole", replace(whole, every=size.every), 0), text, local)
-    results.append(record | {"file": str(Path(asked.file).resolve()), "submission": True})
+    told = {"file": str(Path(asked.file).resolve()), "elastic": entry.elastic, "replayable": entry.replayable}
+    results.append(record | told | {"allow": entry.allow, "submission": True})
     for name, reason in record["checks"].items():
         print(f"does not count: {name}: {reason}")
     if not record["checks"]:
@@ -90,8 +97,8 @@ def verify_all(results: Results, asked: argparse.Namespace) -> int:
     for record in results.records:
         if record["kind"] not in ("curve", "whole") or (asked.name and record["racer"] != asked.name):
             continue
-        known = RACERS.get(record["racer"])
-        entry = known or Entry(record["racer"], record.get("file", ""), allow=tuple(asked.allow))
+        told = {key: record[key] for key in ("file", "elastic", "replayable", "allow") if key in record}
+        entry = Entry(record["racer"], **told) if told else RACERS[record["racer"]]
         if "step_ends" not in record:
             found = {"completed": record["failed"].splitlines()[0]}
         else:
@@ -120,7 +127,6 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--results", default=str(_HERE / "results"), help="folder of results.jsonl")
         command.add_argument("--text", help="a file to train on, instead of the standard library's sources")
-        command.add_argument("--allow", nargs="*", default=[], choices=("disk", "processes"), help="permissions")
         command.add_argument("--name", default="", help="of the submission; default: that of the file")
         if name == "run":
             command.add_argument("--racer", nargs="*", default=[], choices=RACERS, metavar="NAME", help="only these")
@@ -132,6 +138,13 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--outer", action="store_true", help="the class takes `outer`, which is tuned too")
             command.add_argument("--period", type=int, default=1, help="steps after which its communication repeats")
             command.add_argument("--workers", type=int, default=WORKERS, help="only 4 are ranked")
+            command.add_argument("--allow", nargs="*", default=[], choices=("disk", "processes"), help="permissions")
+            command.add_argument("--elastic", action="store_true", help="the class survives a killed worker by itself")
+            command.add_argument("--timing", action="store_true", help="its parameters depend on the workers' speeds")
+    command = commands.add_parser("rank", help="compare the rankings of two days, or of two machines")
+    command.add_argument("first", help="a results.jsonl, or its folder")
+    command.add_argument("second")
+    command.add_argument("--size", choices=SIZES, default="6m")
     return parser
 
 

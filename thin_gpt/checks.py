@@ -43,18 +43,16 @@ def _bytes_claimed(record: Record, replay: Record) -> str:
     claimed, carried = sum(record["claimed"]), sum(record["wire"])
     if carried > OVERHEAD * claimed + slack * len(record["wire"]):
         return f"workers claim {claimed:.0f} bytes sent, and their interfaces carried {carried}"
-    # A restart sends again what a racer counts once.
-    if carried < claimed / OVERHEAD and not record["restarted_at"]:
+    if carried < claimed / OVERHEAD:
         return f"workers claim {claimed:.0f} bytes sent, and their interfaces carried only {carried}"
     return ""
 
 
 def _one_pass_per_step(record: Record, replay: Record) -> str:
     for rank, handed in enumerate(record["handed"]):
-        done = handed - record["restarted_at"]
         for what in ("forwards", "updates"):
-            if record[what][rank] != done and not (record["killed"] and record[what][rank] < done):
-                return f"worker {rank} got {done} batches and made {record[what][rank]} {what}"
+            if record[what][rank] != handed and not (record["killed"] and record[what][rank] < handed):
+                return f"worker {rank} got {handed} batches and made {record[what][rank]} {what}"
     for rank, (forward, backward) in enumerate(replay["passes"]):
         if (forward, backward) != (replay["handed"][rank],) * 2:
             steps = replay["handed"][rank]

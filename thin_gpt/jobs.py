@@ -33,7 +33,7 @@ def pending(results: Results, size: str, names: Sequence[str], tracks: Sequence[
     """The runs that can be made now; the first one comes next. More may follow from their results.
 
     Racer by racer: tuning, the curve without a link, steps on each link with equal workers. Then whole runs of the
-    five best of each track, and where the fleet is uneven of elastic racers and torchft.
+    five best of each track, and where the fleet is uneven of all elastic racers.
     """
     ready = True
     for name in names:
@@ -79,7 +79,7 @@ def _whole(results: Results, size: str, track: str, names: Sequence[str]) -> lis
     link, _, fleet = track.partition("/")
     ranking = [name for name in _by_product(results, size, f"{link}/equal")[:BEST] if name in names]
     if fleet != "equal":
-        ranking = list(dict.fromkeys([*ranking, *(name for name in names if survives(RACERS[name]))]))
+        ranking = list(dict.fromkeys([*ranking, *(name for name in names if RACERS[name].elastic)]))
     jobs = list[Job]()
     for seed in SEEDS:
         for name in ranking:
@@ -91,11 +91,6 @@ def _whole(results: Results, size: str, track: str, names: Sequence[str]) -> lis
                 job = _job("whole", replace(plain, track=track, seed=seed, **shape), timed)
                 jobs.append(job)
     return jobs
-
-
-def survives(entry: Entry) -> bool:
-    """Whether it is run whole on the uneven track, however fast it is with equal workers."""
-    return entry.elastic or entry.name == "torchft-diloco"
 
 
 def _by_product(results: Results, size: str, track: str) -> list[str]:

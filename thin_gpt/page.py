@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import combinations
 from pathlib import Path
 
 from thin_gpt import VERSION
@@ -13,7 +14,7 @@ from thin_gpt.racers import NOT_RUN, RACERS
 from thin_gpt.referee import Record
 from thin_gpt.results import Results
 from thin_gpt.task import RANKED, SEEDS, SIZES
-from thin_gpt.verdicts import Bar, final_bar, memory_bar, ratio_bar
+from thin_gpt.verdicts import KENDALL, Bar, final_bar, kendall, memory_bar, rank_bar, ratio_bar
 
 Points = Sequence[tuple[float, float]]
 _PARAMETERS = {"toy": 30_432, "6m": 6_482_688, "30m": 29_905_088}
@@ -91,6 +92,36 @@ def bars(results: Results, size: str) -> list[Bar]:
         *found,
         *(final_bar(name, results.finals(name, size), results.finals("ddp", size)) for name in sorted(best)),
     ]
+
+
+def compare(first: Results, second: Results, size: str) -> tuple[list[str], bool]:
+    """Lines on how far two rankings agree on each track, with the pairs that changed order; and whether they do.
+
+    Raises:
+        ValueError: the texts differ.
+    """
+    if first.fingerprint != second.fingerprint:
+        raise ValueError(
+            f"{first.path} has results of text {first.fingerprint!r}, and {second.path} of {second.fingerprint!r}. "
+            "Only results of the same text can be compared. Run both with the same --text"
+        )
+    lines, agree = list[str](), list[bool]()
+    for track in RANKED:
+        own, other = first.ranking(size, track), second.ranking(size, track)
+        common, again = [name for name in own if name in other], [name for name in other if name in own]
+        if len(common) < 2:
+            lines.append(f"{track}: {len(common)} racers have a time in both")
+            continue
+        bar = rank_bar(own, other, track)
+        judged = "" if bar.met is None else f"; of the first eight {bar.measured:.2f}, {'' if bar.met else 'not '}"
+        judged += f"at least {KENDALL:g}" if judged else ""
+        lines.append(f"{track}: Kendall's tau {kendall(common, again):.2f} of {len(common)} racers{judged}")
+        for a, b in combinations(common, 2):
+            if again.index(a) > again.index(b):
+                times = [f"{each.seconds(name, size, track):.0f}" for each in (first, second) for name in (a, b)]
+                lines.append(f"  {a}, {b}: {times[0]} and {times[1]} s, then {times[2]} and {times[3]} s")
+        agree.append(bar.met is not False)
+    return lines, bool(agree) and all(agree)
 
 
 def page(results: Results, size: str, folder: Path) -> list[Path]:

@@ -55,8 +55,8 @@ class Entry:
         outer: whether its class takes `outer`, a second rate that is tuned.
         period: steps after which its communication repeats.
         replayable: whether equal batches give equal parameters, whatever the timing.
-        elastic: it survives a killed worker, which is started again with THIN_GPT_JOINING=1, and continues at the
-            racer's `joined_step`. Its class makes its own process group.
+        elastic: it survives a killed worker, which is started again with THIN_GPT_JOINING=1. Its class makes its own
+            process group, and has `progress`.
         allow: permissions of the sandbox.
     """
 
@@ -130,10 +130,11 @@ class _Seat:
 
     process: Any
     pipe: Connection
-    ready: bool = False
-    handed: int = 0
-    done: int = 0
+    done: int = 0  # steps of the run
     mark: int = 0
+    ready: bool = False
+    handed: int = 0  # batches
+    returned: int = 0
     ending: bool = False
     awaited: list[tuple[int, int]] = field(default_factory=list)  # own steps and marks of snapshots
     report: Record = field(default_factory=dict)
@@ -151,10 +152,11 @@ class _Race:
         self.seats: list[_Seat] = []
         self.sums: dict[int, tuple[Tensor, int]] = {}
         self.saved: dict[int, dict[int, bytes]] = {}
+        self.digests: dict[int, str] = {}
         self.at: dict[int, float] = {}
         self.losses: dict[int, list[float]] = {}
         self.ends: list[float] = []
-        self.killed, self.restarted_at = False, 0
+        self.killed, self.restarted_at, self.lost_claims = False, 0, [0.0] * plan.workers
         self.start = self.cpu = self.memory = 0.0
         self.port = 0
         self.record: Record = {
@@ -203,14 +205,14 @@ class _Race:
         process = context.Process(target=worker.main, args=(other, config), daemon=not plan.entry.allow)
         process.start()
         other.close()
-        seat = _Seat(process, pipe, handed=resume, done=resume, mark=self._next_mark(resume))
-        if resume:
-            pipe.send_bytes(self.saved[resume][rank])
-        return seat
+        return _Seat(process, pipe, done=resume, mark=self._next_mark(resume))
 
     def seat_all(self, resume: int = 0) -> None:
         self.port = _free_port()
         self.seats = [self.seat(rank, resume=resume) for rank in range(self.plan.workers)]
+        # Only now: a worker reads its checkpoint when it has met all others.
+        for rank, state in self.saved[resume].items() if resume else ():
+            self.tell(self.seats[rank], state)
 
     def stop(self) -> None:
         for seat in self.seats:
@@ -262,9 +264,8 @@ class _Race:
             raise _FailedError(f"worker {rank}: {report['error']}\n" + "\n".join(report["trace"]))
         if "ready" in report:
             seat.ready = True
-            if report["joined"]:
-                seat.handed = seat.done = report["joined"]
-                seat.mark = self._next_mark(seat.done)
+            if report["progress"]:
+                seat.done, seat.mark = report["progress"], self._next_mark(report["progress"])
             self.record["sandbox"] = report["sandbox"]
             return
         seat.report = report
@@ -272,7 +273,10 @@ class _Race:
             self.read_usage(seat)
             seat.before, seat.final = seat.pipe.recv_bytes(), seat.pipe.recv_bytes()
             return
-        seat.done = report["step"] + 1
+        seat.returned += 1
+        seat.done = seat.done + 1 if report["progress"] is None else report["progress"]
+        if seat.returned >= self.steps + REPLAYED and seat.done < self.steps:
+            raise _FailedError(f"worker {rank} got {seat.returned} batches, and its progress is {seat.done} steps")
         self.losses.setdefault(report["step"], []).append(report["loss"])
         if seat.awaited and seat.awaited[0][0] == report["step"]:
             self.take_snapshot(rank, seat, seat.awaited.pop(0)[1])
@@ -283,7 +287,11 @@ class _Race:
             self.kill_when_due(rank)
 
     def take_snapshot(self, rank: int, seat: _Seat, mark: int) -> None:
-        values = torch.frombuffer(bytearray(seat.pipe.recv_bytes()), dtype=torch.float32)
+        content = bytearray(seat.pipe.recv_bytes())
+        values = torch.frombuffer(content, dtype=torch.float32)
+        if mark == REPLAYED:
+            # Of each worker: the last bits of a sum depend on the order of arrival.
+            self.digests[rank] = hashlib.sha256(content).hexdigest()
         total, count = self.sums.get(mark, (None, 0))
         self.sums[mark] = (values if total is None else total + values, count + 1)
         self.at[mark] = time.monotonic() - self.start
@@ -295,8 +303,8 @@ class _Race:
     def pump(self) -> None:
         """Hand out batches, and the end."""
         for rank, seat in enumerate(self.seats):
-            while seat.ready and seat.handed - seat.done < _AHEAD and seat.handed < self.steps:
-                step = seat.handed
+            while seat.ready and (ahead := seat.handed - seat.returned) < _AHEAD and seat.done + ahead < self.steps:
+                step = seat.done + ahead
                 snapshot = bool(self.plan.every) and step + 1 >= seat.mark
                 if snapshot:
                     seat.awaited.append((step, seat.mark))
@@ -311,7 +319,7 @@ class _Race:
                 batch = self.text.batch(self.size, self.plan.seed, rank, step)
                 self.tell(seat, json.dumps(asked).encode(), batch)
                 seat.handed += 1
-            if seat.ready and seat.done >= self.steps and not seat.ending:
+            if seat.ready and seat.handed == seat.returned and seat.done >= self.steps and not seat.ending:
                 seat.ending = True
                 self.tell(seat, b'{"finish": true}')
 
@@ -336,15 +344,15 @@ class _Race:
         self.killed = True
         if self.plan.entry.elastic:
             lost = self.seats[rank]
-            self.read_usage(lost)
+            self.count_lost(rank)
             os.killpg(lost.process.pid, 9)
             lost.process.join()
             lost.pipe.close()
             self.seats[rank] = self.seat(rank, joining=True)
         else:
             # As torchrun does: the loss of one ends all, and all start from the last checkpoint.
-            for seat in self.seats:
-                self.read_usage(seat)
+            for each in range(self.plan.workers):
+                self.count_lost(each)
             self.stop()
             whole = [mark for mark, parts in self.saved.items() if len(parts) == self.plan.workers]
             resume = max(whole, default=0)
@@ -356,6 +364,10 @@ class _Race:
             self.await_ready()
 
     # -- what comes of it ----------------------------------------------------------------------------------------------
+
+    def count_lost(self, rank: int) -> None:
+        self.read_usage(self.seats[rank])
+        self.lost_claims[rank] += self.seats[rank].report.get("sent", 0.0)
 
     def read_usage(self, seat: _Seat) -> None:
         with suppress(OSError):
@@ -370,7 +382,7 @@ class _Race:
         finals = [torch.frombuffer(bytearray(seat.final), dtype=torch.float32) for seat in self.seats]
         befores = [torch.frombuffer(bytearray(seat.before), dtype=torch.float32) for seat in self.seats]
         scale = max(1e-6, float(finals[0].abs().max()))
-        first = self.sums.get(REPLAYED if self.plan.every else 0)
+        digests = [self.digests[rank] for rank in sorted(self.digests)]
         evaluate = _Evaluation(self)
         self.record |= {
             "seconds": round(seconds, 4),
@@ -384,8 +396,8 @@ class _Race:
             "final": round(evaluate(finals[0]), 5),
             "before_finish": round(evaluate(torch.stack(befores).mean(0)), 5),
             "spread": float(max((each - finals[0]).abs().max() for each in finals)) / scale,
-            "digest": hashlib.sha256(worker.flat_bytes([first[0] / first[1]])).hexdigest()[:16] if first else None,
-            "claimed": [report["sent"] for report in reports],
+            "digest": hashlib.sha256("".join(digests).encode()).hexdigest()[:16] if digests else None,
+            "claimed": [report["sent"] + lost for report, lost in zip(reports, self.lost_claims, strict=True)],
             "wire": wire,
             "updates": [report["updates"] for report in reports],
             "forwards": [report["forwards"] for report in reports],

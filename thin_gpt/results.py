@@ -23,18 +23,19 @@ class Results:
     """The records of a folder; a new one is appended as a whole line and synced.
 
     Args:
-        folder: where `results.jsonl` is or will be.
-        fingerprint: of the text; records of other texts are ignored.
+        folder: where `results.jsonl` is or will be, or the path of such a file.
+        fingerprint: of the text; records of other texts are ignored. By default, that of the last record.
     """
 
-    def __init__(self, folder: str | Path, fingerprint: str) -> None:
-        self.path, self.fingerprint = Path(folder) / FILE, fingerprint
+    def __init__(self, folder: str | Path, fingerprint: str = "") -> None:
+        self.path = Path(folder) if Path(folder).suffix == ".jsonl" else Path(folder) / FILE
         text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
         lines = [each for line in text.splitlines() if (each := _parsed(line)) is not None]
+        self.fingerprint = fingerprint or (lines[-1]["text"] if lines else "")
         self.records = list[Record]()
         self._by_racer: dict[str, list[Record]] = {}
         for each in lines:
-            if each["text"] == fingerprint:
+            if each["text"] == self.fingerprint:
                 self._keep(each)
 
     def append(self, record: Record) -> None:
@@ -142,11 +143,12 @@ class Results:
         return sorted((name for name in timed if timed[name] is not None), key=lambda name: timed[name] or 0)
 
     def finals(self, name: str, size: str) -> list[float]:
-        """The final loss at equal tokens of each seed, from curves or whole runs that count."""
+        """The final loss at equal tokens of each seed, from curves or whole runs of equal workers."""
         trunk, found = SIZES[size].trunk, list[float]()
         for seed in SEEDS:
             same = [each for each in self.find(racer=name, size=size, seed=seed, trunk=trunk) if each["decay"]]
-            own = [each for each in same if each["kind"] in ("curve", "whole") and "failed" not in each]
+            equal = [each for each in same if each["track"].endswith("/equal")]
+            own = [each for each in equal if each["kind"] in ("curve", "whole") and "failed" not in each]
             found += [own[0]["final"]] if own else []
         return found
 

@@ -10,7 +10,7 @@ from itertools import combinations
 
 AVERAGED, KENDALL, FINAL_LOSS, COPIES = 3, 0.9, 0.01, 2.5
 RATIOS = {"20mbit/equal": 1.5, "100mbit-50ms/equal": 1.3, "100mbit-50ms/uneven": 1.5, "1gbit/equal": 1.0}
-"""By track: the least time of the best peer, or of `torchft-elastic` where it is uneven, over that of ours."""
+"""By track: the least time of the best peer, or of `torchft-diloco` where it is uneven, over that of ours."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def kendall(first: Sequence[str], second: Sequence[str]) -> float:
 def ratio_bar(track: str, ours: Mapping[str, float], peers: Mapping[str, float]) -> Bar:
     """The best peer's time to the target over our best one's; racers that did not reach it have none."""
     asked = RATIOS[track]
-    against = "torchft-elastic" if track.endswith("uneven") else "the best peer"
+    against = "torchft-diloco" if track.endswith("uneven") else "the best peer"
     found = {name: time for name, time in peers.items() if against in ("the best peer", name)}
     what = f"{track}: time of {against} over the best of thinwire"
     if not ours or not found:

@@ -126,7 +126,7 @@ class _Worker:
         self.model.register_forward_pre_hook(self._count_forward)
         optimizer.register_step_post_hook(self._count_update)
         module = racer.setup(self.model, optimizer) or self.model
-        self._send({"ready": True, "sandbox": enforced, "joined": getattr(racer, "joined_step", 0)})
+        self._send({"ready": True, "sandbox": enforced, **self._report(racer)})
         self._serve(racer, module, optimizer)
 
     def _adamw(self) -> Optimizer:
@@ -166,7 +166,8 @@ class _Worker:
                     self.pipe.send_bytes(flat_bytes(checkpoint_tensors(self.model, optimizer)))
 
     def _report(self, racer: Any) -> dict[str, Any]:
-        return {"sent": float(racer.sent), "forwards": self.forwards, "updates": self.updates}
+        progress = racer.progress if self.config["elastic"] else None
+        return {"sent": float(racer.sent), "forwards": self.forwards, "updates": self.updates, "progress": progress}
 
     def _restore(self, optimizer: Optimizer) -> None:
         # A step with zero gradients makes the optimizer's state, which is then overwritten like the parameters.

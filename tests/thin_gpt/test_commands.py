@@ -35,7 +35,7 @@ def call(words: Sequence[str], folder: Path) -> int:
 
 
 def test_the_readme_prints_every_command() -> None:
-    assert {words[0] for words in printed()} == {"run", "submit", "verify", "table", "page"}
+    assert {words[0] for words in printed()} == {"run", "submit", "verify", "table", "page", "rank"}
 
 
 def test_submit_verify_table_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,6 +49,8 @@ def test_submit_verify_table_and_page(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "my_racer" in capsys.readouterr().out
     assert call(["verify"], tmp_path) == 0
     assert "my_racer 20mbit/equal seed 0: counts" in capsys.readouterr().out
+    # Whoever verifies needs no options, and what a file may do is with its record.
+    assert json.loads((tmp_path / results.FILE).read_text())["allow"] == []
     assert call(drawn, tmp_path) == 0
     assert {path.name for path in tmp_path.glob("*.svg")} == {"times.svg", "losses.svg", "bytes.svg"}
     assert "not run" in (tmp_path / "page.md").read_text()
@@ -126,7 +128,8 @@ def test_the_queue_ends_and_continues_where_it_was_stopped(tmp_path: Path, monke
         assert tries == [7, 5 if RACERS[name].outer else 0]
     for track in RANKED:
         whole = [each["racer"] for each in last.records if each["kind"] == "whole" and each["track"] == track]
-        best = names[:5] + (["torchft-diloco", "thinwire-elastic-localsgd-8"] if track.endswith("uneven") else [])
+        elastic = [name for name in names[5:] if RACERS[name].elastic]
+        best = names[:5] + (elastic if track.endswith("uneven") else [])
         assert sorted(whole) == sorted(best * len(SEEDS))
     assert last.ranking("toy", RANKED[0])[:5] == names[:5]
     # DDP's loss at the end of its trunk of 24 steps, as a mean of three, is that of step 16.
@@ -135,6 +138,48 @@ def test_the_queue_ends_and_continues_where_it_was_stopped(tmp_path: Path, monke
     assert "~" in table(last, "toy", RANKED[0]) and set(RATIOS) == set(RANKED)
     assert {"page.md"} < {path.name for path in command.page(last, "toy", tmp_path)}
     assert "**not met**" in (tmp_path / "page.md").read_text()
+
+
+def test_two_days_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second day is the first one, but for two neighbors of which one was slow."""
+    (words,) = (words for words in printed() if words[0] == "rank")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jobs, "run_job", pretend)
+    monkeypatch.setattr(jobs, "local_step_seconds", lambda *_, **__: 0.1)
+    names = [entry.name for entry in ALL][:8]
+    first = results.Results(words[1], "text")
+    assert jobs.work(first, "toy", names, None, minutes=1e9) == 0  # type: ignore[arg-type]
+    text = first.path.read_text()
+    Path(words[2]).write_text(text)
+    rank = [*words, "--size", "toy"]
+    assert command.main(rank) == 0
+    assert (
+        f"{RANKED[0]}: Kendall's tau 1.00 of 8 racers; of the first eight 1.00, at least 0.9" in capsys.readouterr().out
+    )
+
+    def slower(name: str, factor: float) -> str:
+        records = [json.loads(line) for line in text.splitlines()]
+        for each in records:
+            if each["racer"] == name and each["track"] == RANKED[0] and each["kind"] in ("whole", "time"):
+                each["step_seconds"] *= factor
+                each["step_ends"] = [end * factor for end in each["step_ends"]]
+        return "".join(json.dumps(each) + "\n" for each in records)
+
+    Path(words[2]).write_text(slower(names[5], 1.06))
+    assert command.main(rank) == 0
+    told = capsys.readouterr().out
+    assert "Kendall's tau 0.93 of 8 racers" in told and f"\n  {names[5]}, {names[6]}: " in told
+    Path(words[2]).write_text(slower(names[0], 100))
+    assert command.main(rank) == 1
+    assert "0.50, not at least 0.9" in capsys.readouterr().out
+    Path(words[2]).write_text(text.replace('"text": "text"', '"text": "other"'))
+    with pytest.raises(ValueError, match="same --text"):
+        command.main(rank)
+    Path(words[2]).write_text("")
+    Path(words[1]).write_text("")
+    assert command.main(rank) == 1 and "0 racers have a time in both" in capsys.readouterr().out
 
 
 # -- racers ------------------------------------------------------------------------------------------------------------

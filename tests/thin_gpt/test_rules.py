@@ -127,7 +127,7 @@ def test_kendalls_tau() -> None:
 def test_bars() -> None:
     assert ratio_bar("20mbit/equal", {"a": 10.0, "b": 8.0}, {"c": 12.0}).met
     assert not ratio_bar("20mbit/equal", {"a": 10.0}, {"c": 12.0}).met
-    assert ratio_bar("100mbit-50ms/uneven", {"a": 1.0}, {"torchft-elastic": 1.6, "ddp": 1.0}).met
+    assert ratio_bar("100mbit-50ms/uneven", {"a": 1.0}, {"torchft-diloco": 1.6, "ddp": 1.0}).met
     assert ratio_bar("1gbit/equal", {}, {"c": 12.0}).met is None
     assert final_bar("x", [1.0, 1.0, 1.02], [1.0] * 3).met and not final_bar("x", [1.02] * 3, [1.0] * 3).met
     assert final_bar("x", [1.0], [1.0] * 3).met is None

@@ -20,14 +20,15 @@ def _torch(name: str, file: str, **options: Any) -> Entry:
     return Entry(name, str(_HERE / f"{file}.py"), **options)
 
 
-def _ours(name: str, recipe: str, *, muon: bool = False, **options: Any) -> Entry:
-    settings = {"recipe": recipe, "muon": muon, "elastic": options.get("elastic", False)}
+def _ours(name: str, recipe: str, *, muon: bool = False, late: bool = False, **options: Any) -> Entry:
+    settings = {"recipe": recipe, "muon": muon, "elastic": options.get("elastic", False), "late": late}
     outer = "{outer}" in recipe
     # Its kernels are compiled once, and kept in the user's cache.
     allow = ("disk", "processes")
     return _torch(f"thinwire-{name}", "thinwire_recipe", settings=settings, outer=outer, allow=allow, **options)
 
 
+_TORCHFT = {"outer": True, "period": 32, "elastic": True, "allow": ("disk", "processes")}
 _STREAMING = {"fragments": 2, "delay": 8, "alpha": 0.5}
 ALL = (
     _torch("ddp", "ddp"),
@@ -35,15 +36,8 @@ ALL = (
     _torch("powersgd-4", "power_sgd"),
     _torch("post-local-sgd", "post_local_sgd", period=8),
     _torch("accelerate-local-sgd", "accelerate_local_sgd", period=8, allow=("disk",)),
-    _torch("torchft-diloco", "torchft_diloco", outer=True, period=32, allow=("disk", "processes")),
-    _torch(
-        "torchft-streaming",
-        "torchft_diloco",
-        settings=_STREAMING,
-        outer=True,
-        period=32,
-        allow=("disk", "processes"),
-    ),
+    _torch("torchft-diloco", "torchft_diloco", **_TORCHFT),
+    _torch("torchft-streaming", "torchft_diloco", settings=_STREAMING, **_TORCHFT),
     _torch("hivemind", "hivemind_averaging", period=32, replayable=False, allow=("disk", "processes")),
     _ours("allreduce-4bit", f"AllReduce({_BITS})"),
     _ours("localsgd-8-4bit", f"LocalSGD(period=8, {_BITS})", period=8),
@@ -55,10 +49,14 @@ ALL = (
     _ours("sparseloco", f"DiLoCo(period=30, {_PLAIN}, {_SPARSE})", period=30),
     _ours("noloco", "NoLoCo(period=50, lr={outer})", period=50),
     _ours("pushsum", "PushSum()"),
-    _ours("elastic-localsgd-8", f"LocalSGD(period=8, {_BITS})", period=8, elastic=True),
+    # Workers of an elastic run are numbered as they arrive, and sums are rounded in that order.
+    _ours("elastic-localsgd-8", f"LocalSGD(period=8, {_BITS})", period=8, elastic=True, replayable=False),
+    _ours("late-diloco-32", f"DiLoCo(period=32, {_OUTER})", period=32, elastic=True, replayable=False, late=True),
 )
 RACERS = {entry.name: entry for entry in ALL}
-NOT_RUN = {"gradientmail": "it needs Python 3.12 or newer, and an object store that all workers reach; not tried"}
+NOT_RUN = {
+    "gradientmail": "0.0.2 needs Python 3.12 or newer, runs the loop itself, and needs an S3 store inside the network"
+}
 """What could be entered and is not, with the reason."""
 _LIBRARIES = ("accelerate", "torchft", "hivemind", "thinwire")
 

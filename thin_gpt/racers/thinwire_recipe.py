@@ -4,6 +4,7 @@
 import os
 
 import torch
+import torch.distributed as dist
 from torch.distributed import TCPStore
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -14,13 +15,15 @@ class Racer:
     """The strategy of a recipe.
 
     With `muon`, Muon updates the matrices of the blocks, and AdamW everything else. With `elastic`, workers may be lost
-    and join again; the store is with rank 0.
+    and join again; the store is with rank 0. With `late`, rounds also close without late workers.
     """
 
-    joined_step = 0
+    progress = 0
 
-    def __init__(self, recipe, outer=None, muon=False, elastic=False):
-        self.elastic = elastic
+    def __init__(self, recipe, outer=None, muon=False, elastic=False, late=False):
+        codec = thinwire.ErrorFeedback(thinwire.Nearest(bits=4))
+        self.elastic, self.late = thinwire.LateMerging(quorum=0.5, codec=codec) if late else elastic, late
+        self.size = int(os.environ["WORLD_SIZE"])
         self.recipe = recipe if outer is None else recipe.replace("{outer}", f"{outer:g}")
         self.worker = None
         if muon:
@@ -28,8 +31,9 @@ class Racer:
 
     @property
     def sent(self):
-        """The payload of the strategy."""
-        return self.worker.stats().payload_bytes + self.worker.stats().evaluation_bytes
+        """The payload of the strategy. The others each read a late round's messages from the store."""
+        stats = self.worker.stats()
+        return stats.payload_bytes * (self.size - 1 if self.late else 1) + stats.evaluation_bytes
 
     def muon_and_adamw(self, model, rate):
         """Muon with AdamW's rate, by the scale that makes their updates alike."""
@@ -46,19 +50,24 @@ class Racer:
         if self.elastic:
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             os.environ["THINWIRE_STORE"] = f"{address}:{port}"
-            if os.environ["RANK"] == "0":
-                self.store = TCPStore(address, port, is_master=True, wait_for_workers=False)
+            self.store = TCPStore(address, port, is_master=os.environ["RANK"] == "0", wait_for_workers=False)
         self.worker = thinwire.attach(model, optimizer, self.recipe, timeout=900.0, elastic=self.elastic)
-        self.joined_step = self.worker.step
+        self.progress = self.worker.step
 
     def step(self, loss):
         """A step as in any loop."""
         loss.backward()
         self.adamw.step()
+        self.progress = self.worker.step
 
     def finish(self):
         """Take the average that all workers agree on."""
         with self.worker.consensus() as model, torch.no_grad():
             mean = parameters_to_vector(model.parameters()).clone()
+        if self.late:
+            self.worker.detach()
+            dist.init_process_group("gloo", store=self.store, rank=int(os.environ["RANK"]), world_size=self.size)
+            # Rank 0 is not late.
+            dist.broadcast(mean, 0)
         with torch.no_grad():
             vector_to_parameters(mean, self.model.parameters())
