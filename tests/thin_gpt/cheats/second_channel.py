@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exchanges gradients through files, and claims that it sends nothing."""
 
-import tempfile
 import time
 from pathlib import Path
 
@@ -20,7 +19,7 @@ class Racer(Honest):
         rank, size = dist.get_rank(), dist.get_world_size()
         own = torch.cat([p.grad.flatten() for p in self.model.parameters()])
         self.count += 1
-        folder = Path(tempfile.gettempdir(), "thin-gpt-second-channel")
+        folder = Path("/tmp/thin-gpt-second-channel")  # a search for a temporary folder would write, and fail earlier
         folder.mkdir(exist_ok=True)
         place = folder / f"{self.count}-{rank}"
         torch.save(own, place.with_suffix(".part"))
