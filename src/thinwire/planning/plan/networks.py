@@ -20,7 +20,7 @@ _LEAST_BUSY, _MOST_CONTENTION = 0.5, 0.9
 
 
 def network_of_links(links: Sequence[Link], *, latency: float = LATENCY) -> Network:
-    """Emulated links, as `parse_links` reads them, as a network to be simulated.
+    """Emulated links, as `parse_links` reads them, as a network to be simulated with Gloo's rings.
 
     Args:
         links: one for each worker; one without a rate has 100 Gbit/s.
@@ -41,7 +41,7 @@ def network_of_links(links: Sequence[Link], *, latency: float = LATENCY) -> Netw
         for rank, each in enumerate(links)
         if each != replace(usual, delay_seconds=least)
     )
-    return Network(bits_per_second=rate, latency=latency + least, specials=specials)
+    return Network(bits_per_second=rate, latency=latency + least, specials=specials, all_reduce="gloo")
 
 
 def check_entries(network: Network, argument: str, reasons: Mapping[str, str]) -> None:
