@@ -210,6 +210,7 @@ def test_connections_above_the_limit_are_closed_and_a_rank_still_comes_in() -> N
         address = "127.0.0.1", box._sockets.port
         held = [socket.create_connection(address, timeout=5) for _ in range(limit + 20)]
         assert soon(lambda: box.refused_connections == 20)
+        assert soon(lambda: len(box._sockets._open_connections) == limit)
         for each in held[:30]:
             each.close()
         send(LIKE)
