@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Elastic runs of real processes with random faults, while the loop saves and evaluates.
 
-    python -m benchmarks.chaos [--runs 300] [--seed 0] [--first NUMBER] [--only NUMBER]
+    python -m benchmarks.chaos [--runs 300] [--seed 0] [--first NUMBER] [--only NUMBER] [--rendezvous URL]
 
 Every run trains a small model on loopback with 2 to 4 workers. By the seed, workers get SIGKILL, SIGSTOP for a while or
 SIGTERM (they leave with notice), and others join, at random steps. At least one of the first workers gets no signal but
-a short SIGSTOP. After each run:
+a short SIGSTOP. With `--rendezvous` they train over a bucket or a folder. There, workers with another model or another
+key come too, clocks jump, a share of the requests fails, hangs or succeeds without an answer, objects are not shown at
+once, and in half of the runs no worker sees the processes of the others, as on other machines. After each run:
 
 - nothing hangs: all workers end before a deadline;
 - every worker ends as it should: those without a fault reach the last step, and an error of another one says why;
+- a worker with another model or key is refused;
 - all that reach the end have the same model, bit for bit;
 - each batch that was assigned in an epoch is in the model, or the sampler lists it as lost;
 - the steps of a lost worker that count as used lie between its last average and its next one;
@@ -22,6 +25,7 @@ worker reports a step, so that a repetition sends the same signals, but not in t
 from __future__ import annotations
 
 import argparse
+import asyncio
 import multiprocessing
 import os
 import random
@@ -49,6 +53,20 @@ RECIPES = {
     "PushSum()": 0,
     "Gossip()": 0,
 }
+DELAYED, DELAY = "DiLoCo(period=8, delay=3, codec=ErrorFeedback(Nearest(bits=4)))", 3
+BUCKET_RECIPES = {
+    "LocalSGD(period=4)": 4,
+    "SlowMo(period=5)": 5,
+    "LocalSGD(period=3, codec=QSGD(8))": 3,
+    "DiLoCo(period=4)": 4,
+    DELAYED: 8,
+    "NoLoCo(period=4)": 4,
+}
+PERIODS = RECIPES | BUCKET_RECIPES
+ARRIVALS = {"join": "", "model": "MismatchError: ", "key": "ConfigError: "}  # and their errors
+SHARES = (0.0, 0.01, 0.03)  # of the requests to a bucket that fail, and of the reads that find nothing yet
+HANG_SECONDS = 1.5
+SILENT_SECONDS = 8.0
 STEPS = 40
 STEP_SECONDS = 0.012
 EPOCH = 37  # batches
@@ -65,8 +83,8 @@ class Fault:
     """A signal or a new worker, when a worker reports a step.
 
     Attributes:
-        kind: "kill", "stop", "long stop", "term" or "join".
-        worker: the number of the worker that gets the signal, or that joins.
+        kind: "kill", "stop", "long stop", "term", "join", or "model" or "key" of a worker that must not join.
+        worker: the number of the worker that gets the signal, or that comes.
         at: the number of the worker that is watched.
         step: the step that it has reported.
         delay: seconds after the report.
@@ -93,6 +111,12 @@ class Plan:
     eval_first: bool
     timeout: float
     faults: tuple[Fault, ...]
+    share: float = 0.0
+    remote: bool = False
+
+    def arrival(self, number: int) -> str:
+        """Return the kind of a worker that comes later; "" of one of the first."""
+        return next((each.kind for each in self.faults if each.worker == number and each.kind in ARRIVALS), "")
 
 
 @dataclass
@@ -134,11 +158,11 @@ class Log:
         self.end = told.get("end", self.end)
 
 
-def plan_of(seed: int, number: int) -> Plan:
+def plan_of(seed: int, number: int, *, bucket: bool = False) -> Plan:
     """Return the plan of a run; the same for the same seed and number."""
     rng = random.Random(f"chaos {seed} {number}")
     size = rng.choice((2, 3, 3, 4))
-    recipe = rng.choice(list(RECIPES))
+    recipe = rng.choice(list(BUCKET_RECIPES if bucket else RECIPES))
     kinds: list[str] = []
     if rng.random() > 0.08:
         kinds += ["join"] * rng.choice((0, 1, 1, 2))
@@ -146,9 +170,11 @@ def plan_of(seed: int, number: int) -> Plan:
     hurt = rng.sample(range(1, size) if rng.random() < 0.5 else range(size - 1), size - 1)
     faults: list[Fault] = []
     joined = size
+    if bucket and kinds:
+        kinds += ["model"] * (rng.random() < 0.3) + ["key"] * (rng.random() < 0.2)
     for kind in kinds:
         step, delay = rng.randint(1, STEPS - 12), rng.uniform(0, 2 * STEP_SECONDS)
-        if kind == "join":
+        if kind in ARRIVALS:
             faults.append(Fault(kind, joined, -1, rng.randint(1, STEPS // 3), delay))
             joined += 1
         elif kind == "stop":
@@ -169,6 +195,8 @@ def plan_of(seed: int, number: int) -> Plan:
         rng.random() < 0.3,
         SHORT_TIMEOUT if any(each.kind == "long stop" for each in faults) else TIMEOUT,
         tuple(faults),
+        share=rng.choice(SHARES) if bucket else 0.0,
+        remote=bucket and rng.random() < 0.5,
     )
 
 
@@ -184,12 +212,12 @@ def batch(epoch: int, number: int) -> tuple[Any, Any]:
     return x, x.sum(1, keepdim=True).sin()
 
 
-def model_of() -> Any:
+def model_of(width: int = 5) -> Any:
     """Return the model before the first step."""
     import torch
 
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+    return torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.Tanh(), torch.nn.Linear(width, 1))
 
 
 def vector(model: Any) -> list[str]:
@@ -209,7 +237,7 @@ def work(plan: Plan, number: int, out: Connection, folder: Path) -> None:
         out.send(fields)
 
     torch.set_num_threads(1)
-    model = model_of()
+    model = model_of(6 if plan.arrival(number) == "model" else 5)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     worker = thinwire.attach(model, optimizer, plan.recipe, elastic=True, timeout=plan.timeout)
     notice = Notice(worker, every=3)
@@ -253,16 +281,73 @@ def work(plan: Plan, number: int, out: Connection, folder: Path) -> None:
     tell(end={"model": found, "crews": crews, "lost": lost, "dealt": sampler.assignment(worker)})
 
 
-def worker(plan: Plan, number: int, port: int, out: Connection, folder: Path) -> None:
+def fail_requests(seed: int, share: float) -> None:
+    """Let a share of this process's requests fail, hang, succeed without an answer, or find nothing yet."""
+    from thinwire.core.storage import bucket as module
+    from thinwire.core.storage.bucket import Bucket
+
+    draw, request, get = random.Random(seed), Bucket._request, Bucket._get
+    module._REQUEST_SECONDS = HANG_SECONDS
+
+    async def faulty(bucket: Bucket, call: Any, nbytes: int) -> Any:
+        fault = draw.choice(("before", "after", "slow", "hang")) if draw.random() < share else ""
+        if fault == "before":
+            call.close()
+            raise ConnectionError("500 Internal Server Error")
+        if fault == "hang":
+            call.close()
+            return await request(bucket, asyncio.sleep(3600), 0)
+        if fault == "slow":
+            await asyncio.sleep(draw.uniform(0.05, 0.5))
+        found = await request(bucket, call, nbytes)
+        if fault == "after":
+            raise ConnectionError("the connection was closed before the answer")
+        return found
+
+    async def lagging(bucket: Bucket, name: str, most: int) -> bytes | None:
+        # The check at the start refuses a store that does not show its own writer what it has just written.
+        lags = draw.random() < share and not name.startswith(("run", "probe/"))
+        return None if lags else await get(bucket, name, most)
+
+    Bucket._request, Bucket._get = faulty, lagging  # type: ignore[method-assign]
+
+
+def be_elsewhere() -> None:
+    """Be a process of another machine to all others, whose end only its heartbeats show."""
+    from thinwire.core.comm import liveness
+    from thinwire.elastic import fleet, membership
+
+    liveness._BOOT_ID = Path("/proc/sys/kernel/random/uuid")  # another one at each look
+    membership._SILENT_SECONDS, membership._GIVEN_UP_SECONDS = SILENT_SECONDS, SILENT_SECONDS
+    entered = fleet.Membership
+    quick: Any = lambda *given, **named: entered(*given, **(named | {"beat_seconds": 0.2}))  # noqa: E731
+    fleet.Membership = quick
+
+
+def worker(plan: Plan, number: int, place: str, out: Connection, folder: Path) -> None:
     """Be the process of one worker."""
     code = 3
     try:
-        os.environ |= {
-            "THINWIRE_STORE": f"127.0.0.1:{port}",
-            "THINWIRE_RUN": f"chaos-{plan.number}-{os.getppid()}-{folder.name}",
-            "THINWIRE_WORKERS": str(plan.size),
-            "THINWIRE_RANK": str(number if number < plan.size else 0),
-        }
+        os.environ |= {"THINWIRE_WORKERS": str(plan.size)}
+        if "://" in place:
+            from thinwire.core.storage.bucket import new_key
+
+            time.time = random.Random(number).random  # clocks of machines may differ and jump
+            os.environ |= {"THINWIRE_RENDEZVOUS": place}
+            if plan.arrival(number) == "key":
+                os.environ |= {"THINWIRE_KEY": new_key()}
+            if number < plan.size:
+                os.environ |= {"THINWIRE_RANK": str(number)}
+            if plan.share:
+                fail_requests(100 * plan.number + number, plan.share)
+            if plan.remote:
+                be_elsewhere()
+        else:
+            os.environ |= {
+                "THINWIRE_STORE": place,
+                "THINWIRE_RUN": f"chaos-{plan.number}-{os.getppid()}-{folder.name}",
+                "THINWIRE_RANK": str(number if number < plan.size else 0),
+            }
         os.dup2(os.open(folder / f"worker-{number}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
         work(plan, number, out, folder / "checkpoints")
         code = 0
@@ -277,10 +362,16 @@ def worker(plan: Plan, number: int, port: int, out: Connection, folder: Path) ->
 
 
 class Run:
-    """One run: its processes, and the faults that are still to come."""
+    """One run: its processes, and the faults that are still to come.
 
-    def __init__(self, plan: Plan, port: int, folder: Path) -> None:
-        self.plan, self.port, self.folder = plan, port, folder
+    Args:
+        plan: what it does.
+        place: the address of the store, or the URL of the run.
+        folder: of its logs and checkpoints.
+    """
+
+    def __init__(self, plan: Plan, place: str, folder: Path) -> None:
+        self.plan, self.place, self.folder = plan, place, folder
         self.logs: dict[int, Log] = {}
         self.done: list[Fault] = []
         self.waiting = list(plan.faults)
@@ -290,14 +381,14 @@ class Run:
     def start(self, number: int) -> None:
         """Fork a worker."""
         inbox, out = FORK.Pipe(duplex=False)
-        process = FORK.Process(target=worker, args=(self.plan, number, self.port, out, self.folder))
+        process = FORK.Process(target=worker, args=(self.plan, number, self.place, out, self.folder))
         process.start()
         out.close()
         self.logs[number] = Log(process, inbox)
 
     def run(self) -> None:
         """Run to the end, and kill what is left at the deadline."""
-        deadline = time.monotonic() + DEADLINE
+        deadline = time.monotonic() + DEADLINE * (2 if self.plan.share else 1)
         for number in range(self.plan.size):
             self.start(number)
         try:
@@ -330,7 +421,7 @@ class Run:
             if now < due:
                 continue
             self.armed.remove((due, fault))
-            if fault.kind == "join":
+            if fault.kind in ARRIVALS:
                 self.start(fault.worker)
                 self.done.append(fault)
                 continue
@@ -349,10 +440,13 @@ class Run:
     def violations(self) -> list[str]:
         """Return the rules that were broken, in words."""
         if self.hung:
-            return [f"workers {self.hung} hang"]
+            return [f"workers {self.hung} hang after steps {[self.logs[each].last for each in self.hung]}"]
         found: list[str] = []
         hit = {kind: {each.worker for each in self.done if each.kind == kind} for kind in ("kill", "term", "long stop")}
         for number, log in self.logs.items():
+            arrival = self.plan.arrival(number)
+            if arrival in ("model", "key") and log.begins >= 0:
+                found.append(f"worker {number} with another {arrival} was let in")
             if log.end is not None and log.code == 0:
                 continue
             joins = number >= self.plan.size
@@ -360,6 +454,7 @@ class Run:
                 (number in hit["kill"] and log.code == -signal.SIGKILL)
                 or (number in hit["term"] and log.left and log.code == 0)
                 or (number in hit["long stop"] and log.error.startswith(LOST))
+                or (ARRIVALS.get(arrival) and log.error.startswith(ARRIVALS[arrival]))
                 # A worker that joins as the run ends comes too late. It is not one that has trained.
                 or (joins and log.begins < 0 and log.error.startswith(LOST))
                 # SIGTERM ends a process that has no handler any more.
@@ -384,7 +479,7 @@ class Run:
         end: dict[str, Any] = ends[0].end or {}
         if any((log.end or {})[key] != end[key] for log in ends for key in ("crews", "lost")):
             found.append("workers list different crews or lost batches")
-        period = RECIPES[self.plan.recipe]
+        period = PERIODS[self.plan.recipe]
         unused_from: dict[str, int] = {}
         crews = end["crews"]
         for before, crew in pairwise(crews):
@@ -396,8 +491,9 @@ class Run:
             used |= {which for step, which in log.steps.items() if step < limit}
             if log.name in unused_from and log.end is None and not log.left and log.steps:
                 done = log.last + 1
-                least = max(log.begins, done // period * period) if period else 0
-                most = max(log.begins, (done + 1) // period * period) if period else done + 1
+                delay = DELAY if self.plan.recipe == DELAYED else 0
+                least = max(log.begins, done // period * period - delay) if period else 0
+                most = max(log.begins, (done + 1) // period * period - delay) if period else done + 1
                 if period and number >= self.plan.size:
                     most = max(most, done)
                 if not least <= limit <= most:
@@ -491,8 +587,14 @@ def host(out: Connection) -> None:
         time.sleep(0.5)
 
 
-def run_all(numbers: list[int], seed: int) -> int:
-    """Run these runs, print a line for each and a summary; returns the number of runs that broke a rule."""
+def run_all(numbers: list[int], seed: int, url: str = "") -> int:
+    """Run these runs, print a line for each and a summary; returns the number of runs that broke a rule.
+
+    Args:
+        numbers: of the runs.
+        seed: of their plans.
+        url: of a bucket or a folder; "" for TCP.
+    """
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     import torch
 
@@ -505,13 +607,15 @@ def run_all(numbers: list[int], seed: int) -> int:
         "thinwire.methods.strategies.recipe",
     ):
         import_module(module)
-    for recipe in RECIPES:
+    for recipe in PERIODS:
         import_module("thinwire").parse(recipe)
+    if url:
+        os.environ |= {"THINWIRE_KEY": import_module("thinwire.core.storage.bucket").new_key()}
 
     inbox, out = FORK.Pipe(duplex=False)
     hosting = FORK.Process(target=host, args=(out,), daemon=True)
     hosting.start()
-    port = inbox.recv()
+    store = f"127.0.0.1:{inbox.recv()}"
     kinds: Counter[str] = Counter()
     broken: list[int] = []
     trained = 0
@@ -519,12 +623,14 @@ def run_all(numbers: list[int], seed: int) -> int:
     try:
         for number in numbers:
             folder = Path(tempfile.mkdtemp(prefix=f"chaos-{number}-"))
-            run, start = Run(plan_of(seed, number), port, folder), time.monotonic()
+            place = f"{url}/{folder.name}" if url else store
+            run, start = Run(plan_of(seed, number, bucket=bool(url)), place, folder), time.monotonic()
             run.run()
             problems = run.violations()
             kinds.update(fault.kind for fault in run.done)
             trained += sum(log.begins >= 0 for n, log in run.logs.items() if n >= run.plan.size)
             what = ", ".join(f"{fault.kind} {fault.worker}" for fault in run.done) or "no fault"
+            what += f", {run.plan.share:.0%} of requests" * bool(run.plan.share) + ", elsewhere" * run.plan.remote
             state = "ok" if not problems else f"VIOLATION (logs in {folder})"
             print(
                 f"run {number}: {run.plan.recipe}, {run.plan.size} workers, {what}: {state} "
@@ -555,9 +661,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="the number of the first run")
     parser.add_argument("--only", type=int, help="repeat the run of this number")
+    parser.add_argument("--rendezvous", default="", help="the URL of a bucket or a folder, for runs over it")
     options = parser.parse_args()
     numbers = list(range(options.first, options.first + options.runs)) if options.only is None else [options.only]
-    sys.exit(bool(run_all(numbers, options.seed)))
+    sys.exit(bool(run_all(numbers, options.seed, options.rendezvous)))
 
 
 if __name__ == "__main__":

@@ -1,24 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train over a store from homes behind NAT, and capture everything that they send.
 
-    python -m benchmarks.nat [--homes 3] [--rounds 4] [--parameters 6500000] [--json FILE]
+    python -m benchmarks.nat [--homes 3] [--rounds 5] [--strategy RECIPE] [--step-seconds 0.25] [--elastic]
+        [--json FILE]
 
 Each home is a network namespace with the same private address, and reaches only the store: SeaweedFS in a namespace of
 its own. A router between their tun devices replaces the private address and port by public ones, forwards answers only
 to connections that a home has opened, limits rates to 20 Mbit/s up and 50 Mbit/s down, and delays packets by 20 ms.
 The router is also the packet capture.
 
-A worker in each home trains 6.5 million parameters with `DiLoCo(period=32, delay=16, ...)` in 4 bits. Computation in
-a step is a sleep of 0.2 s, as that of a GPU, so that the homes share no processor but for thinwire's own work.
+A worker in each home trains a GPT of 6.5 million parameters on text of its own, with AdamW and
+`DiLoCo(period=32, delay=16, ...)` in 4 bits. The homes share this machine's processors, and a GPU at home would not.
+So a step computes one short text, and then sleeps for the rest of `--step-seconds`: always equally long, so that all
+that thinwire adds makes the step longer. All homes measure the step without communication at the same time, before
+and after the run, in the same processes. With `--step-seconds 0` nothing sleeps, and the homes compete for the
+processors.
 
-The rule, written before the first run: after the first round, the mean step takes at most 1.05 times as long as that of
-the same loop without communication, on every worker; the bytes through each worker's router are within 5 % of those of
-`explain`; the capture holds no bytes of the parameters or of the messages; no worker listens on a port.
+The rules: after the first round, the mean step takes at most 1.05 times as long as without communication, on every
+worker; the bytes through each home's router in a round, with all headers, polls and heartbeats, are within 5 % of those
+of `explain`; the capture holds no bytes of the parameters or of the messages; no worker listens on a port. The exit
+code is 1 if one is broken.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import heapq
 import importlib
 import json
@@ -28,6 +35,7 @@ import select
 import struct
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -38,13 +46,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from thinwire.lab.emulate.namespaces import enter_command
 from thinwire.lab.emulate.network import CannotBuildError, build
 
-RECIPE = "DiLoCo(period={period}, delay={delay}, mixing=0.5, codec=ErrorFeedback(Nearest(bits=4)))"
+RECIPE = "DiLoCo(period=32, delay=16, mixing=0.5, codec=ErrorFeedback(Nearest(bits=4)))"
+_CONTEXT = 64
 _WINDOW, _WINDOWS = 12, 40  # bytes that are looked for, and how many of each vector
 
 STORE = "203.0.113.1"
@@ -248,9 +258,17 @@ def start_store(rig: NatRig, place: int, folder: Path) -> subprocess.Popen[str]:
     return server
 
 
-def work(parameters: int, period: int, delay: int, rounds: int, step_seconds: float, folder: Path) -> None:
-    """Train as one worker, and write what it has measured to a file of its rank."""
+def tokens_of(home: int, homes: int) -> Tensor:
+    """Return a home's own part of Python's library, as bytes."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files[home::homes])), dtype=torch.uint8)
+
+
+def work(home: int, homes: int, recipe: str, rounds: int, step_seconds: float, elastic: bool, folder: Path) -> None:
+    """Train as one worker, and write what it has measured to a file of its home."""
     import thinwire
+    from thinwire.lab.tasks.models.base import build
+    from thinwire.lab.tasks.models.gpt import GPT, GPT_SIZES
 
     bucket: Any = importlib.import_module("thinwire.core.comm.bucket")
 
@@ -262,56 +280,82 @@ def work(parameters: int, period: int, delay: int, rounds: int, step_seconds: fl
         messages.append(plain(x))
         return messages[-1]
 
+    def parameters() -> bytes:
+        return b"".join(plain(p) for p in model.parameters())
+
+    def meet(place: str) -> None:
+        (folder / f"{place}.{home}").touch()
+        while not all((folder / f"{place}.{each}").exists() for each in range(homes)):
+            time.sleep(0.01)
+
     bucket._bytes = recorded
-    model = torch.nn.ParameterList([torch.randn(parameters, generator=torch.Generator().manual_seed(0))])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    gradient = torch.randn(parameters, generator=torch.Generator().manual_seed(1))
+    model = build(lambda: GPT(GPT_SIZES["6m"], context=_CONTEXT), seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    data, draw = tokens_of(home, homes), torch.Generator().manual_seed(home)
+    losses, pause = list[float](), 0.0
 
     def step() -> float:
         begin = time.perf_counter()
-        model[0].grad = gradient
-        time.sleep(step_seconds)
+        at = int(torch.randint(len(data) - _CONTEXT - 1, (1,), generator=draw))
+        text = data[at : at + _CONTEXT + 1].long()
+        loss = torch.nn.functional.cross_entropy(model(text[None, :-1])[0], text[1:])
+        loss.backward()
+        losses.append(float(loss))
+        time.sleep(pause)
         optimizer.step()
+        optimizer.zero_grad()
         return time.perf_counter() - begin
 
-    alone = [step() for _ in range(max(8, period // 2))]
-    recipe = RECIPE.format(period=period, delay=delay)
-    worker = thinwire.attach(model, optimizer, recipe, timeout=120)
-    started, times, counts = [plain(p) for p in model], list[float](), list[int]()
-    gradient += 0.1 * worker.rank
+    def mean_alone() -> float:
+        times = [step() for _ in range(period)]
+        return sum(times) / len(times)
+
+    period = thinwire.parse(recipe).traits.period
+    meet("started")
+    computed = mean_alone()
+    pause = max(0.0, step_seconds - computed)
+    meet("computed")
+    alone = [mean_alone()]
+    worker = thinwire.attach(model, optimizer, recipe, timeout=120, elastic=elastic)
+    started, times, counts = parameters(), list[float](), list[int]()
+    losses.clear()
     while worker.step < rounds * period:
         if worker.step % period == 0:
             assert worker.comm.traffic is not None
             counts.append(worker.comm.traffic.bytes_up + worker.comm.traffic.bytes_down)
+        if worker.step in (period, (rounds - 1) * period):
+            (folder / f"{'first' if worker.step == period else 'last'}.{home}").touch()
         times.append(step())
+    waits = worker.stats().wait_seconds
     rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/self/net/{name}").read_text().splitlines()]
-    draw = random.Random(0)
-    kept = [*started, *(plain(p) for p in model), *messages]
+    places = random.Random(0)
+    kept = [started, parameters(), *messages]
     windows = {
         each[place : place + _WINDOW].hex()
         for each in kept
         if len(each) > 1000
-        for place in (draw.randrange(len(each) - _WINDOW) for _ in range(_WINDOWS))
+        for place in (places.randrange(len(each) - _WINDOW) for _ in range(_WINDOWS))
         if len(set(each[place : place + _WINDOW])) > 6  # the rest may occur by chance
     }
-    assert worker.comm.traffic is not None
+    with worker.consensus():
+        agreed = hashlib.sha256(parameters()).hexdigest()
+    worker.detach()
     found = {
-        "alone": sum(alone) / len(alone),
+        "computed": computed,
+        "losses": [sum(losses[k * period : (k + 1) * period]) / period for k in range(rounds)],
         "step": sum(times[period:]) / len(times[period:]),
-        "waits": worker.stats().wait_seconds,
-        "bytes_a_round": (counts[-1] - counts[1]) / (len(counts) - 2) if len(counts) > 2 else 0,
-        "bytes": worker.comm.traffic.bytes_up + worker.comm.traffic.bytes_down,
+        "waits": waits,
+        "bytes_a_round": (counts[-1] - counts[1]) / (rounds - 2),
         "listening": [row[1] for row in rows if row[3] == "0A"],
         "windows": sorted(windows),
-        "parameters": plain(model[0])[:64].hex(),
+        "consensus": agreed,
     }
-    with worker.consensus():
-        found["consensus"] = plain(model[0])[:64].hex()
-    (folder / f"{worker.rank}.json").write_text(json.dumps(found))
-    worker.detach()
+    meet("detached")
+    alone.append(mean_alone())
+    (folder / f"{home}.json").write_text(json.dumps({**found, "alone": sum(alone) / 2, "alone_each": alone}))
 
 
-def run(homes: int, parameters: int, period: int, delay: int, rounds: int, step_seconds: float) -> dict[str, Any]:
+def run(homes: int, recipe: str, rounds: int, step_seconds: float, *, elastic: bool) -> dict[str, Any]:
     """Train behind NAT; returns the workers' figures, the bytes of each home, and the capture."""
     from thinwire.core.storage.bucket import new_key
 
@@ -327,74 +371,113 @@ def run(homes: int, parameters: int, period: int, delay: int, rounds: int, step_
         (folder / "store").mkdir()
         server = start_store(rig, homes, folder / "store")
         workers: list[subprocess.Popen[str]] = []
+        passed: dict[Path, int] = {}
+        marks = [[folder / f"{place}.{home}" for place in ("first", "last")] for home in range(homes)]
         try:
-            settings = [str(each) for each in (parameters, period, delay, rounds, step_seconds, folder)]
-            command = [sys.executable, "-m", "benchmarks.nat", "work", *settings]
-            workers += [rig.start(home, command, extra, stderr=subprocess.PIPE) for home in range(homes)]
+            settings = [str(homes), recipe, str(rounds), str(step_seconds), str(int(elastic)), str(folder)]
+            command = [sys.executable, "-m", "benchmarks.nat", "work"]
+            workers += [
+                rig.start(home, [*command, str(home), *settings], extra, stderr=subprocess.PIPE)
+                for home in range(homes)
+            ]
+            end = time.monotonic() + 280
+            while any(each.poll() is None for each in workers) and time.monotonic() < end:
+                for home, mark in ((home, each) for home, of_home in enumerate(marks) for each in of_home):
+                    if mark not in passed and mark.exists():
+                        passed[mark] = rig.sent[home] + rig.received[home]
+                time.sleep(0.02)
             for each in workers:
-                _, problem = each.communicate(timeout=300 + 4 * rounds * period * step_seconds)
-                assert each.returncode == 0, problem[-2000:]
+                assert each.poll() == 0, each.communicate(timeout=10)[1][-2000:] if each.poll() else "timeout"
         finally:
             for each in [*workers, server]:
                 each.kill()
                 each.wait()
-        rows = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(homes)]
-        return {"workers": rows, "sent": rig.sent, "received": rig.received, "captured": rig.captured, "rig": rig}
+        rows = [json.loads((folder / f"{home}.json").read_text()) for home in range(homes)]
+        wire = [(passed[last] - passed[first]) / (rounds - 2) for first, last in marks]
+        return {"workers": rows, "wire_bytes_a_round": wire, "captured": rig.captured, "refused": rig.refused}
 
 
 def captured_secrets(found: dict[str, Any]) -> list[str]:
     """The windows of parameters and messages that are in the capture."""
-    capture = b"".join(found["captured"])
-    windows = {each for row in found["workers"] for each in row["windows"]}
-    return [each for each in windows if bytes.fromhex(each) in capture]
+    windows = {bytes.fromhex(each) for row in found["workers"] for each in row["windows"]}
+    return sorted(each.hex() for each in found_in(b"".join(found["captured"]), windows))
+
+
+def found_in(content: bytes, windows: set[bytes]) -> set[bytes]:
+    """The windows that a content of any length contains; all windows are of one length."""
+    size, starts = len(next(iter(windows))), np.zeros(1 << 16, dtype=bool)
+    starts[[window[0] << 8 | window[1] for window in windows]] = True
+    found: set[bytes] = set()
+    for at in range(0, len(content), 1 << 24):
+        piece = np.frombuffer(content[at : at + (1 << 24) + size], dtype=np.uint8)
+        for place in np.flatnonzero(starts[piece[:-1].astype(np.uint16) << 8 | piece[1:]]):
+            if (each := content[at + place : at + place + size]) in windows:
+                found.add(each)
+    return found
 
 
 def main() -> int:
     """Measure, and print the figures with the rule's verdict."""
     import thinwire
+    from thinwire.lab.tasks.models.gpt import GPT, GPT_SIZES
     from thinwire.planning.plan import explain, parse_store
 
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--homes", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--parameters", type=int, default=6_500_000)
+    parser.add_argument("--rounds", type=int, default=5, help="at least 3")
+    parser.add_argument("--strategy", default=RECIPE)
+    parser.add_argument("--step-seconds", type=float, default=0.25, help="0 for a step of nothing but the computation")
+    parser.add_argument("--elastic", action="store_true", help="let workers join and leave")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    parameters, period, delay, step_seconds = asked.parameters, 32, 16, 0.2
+    if asked.rounds < 3:
+        parser.error(
+            f"--rounds {asked.rounds} is invalid: it must be at least 3, as the first and last are not counted"
+        )
     load = os.getloadavg()
-    found = run(asked.homes, parameters, period, delay, asked.rounds, step_seconds)
-    strategy = thinwire.parse(RECIPE.format(period=period, delay=delay))
-    store = parse_store("40ms,20mbit,50mbit")
-    cost = explain(
-        strategy, parameters=[parameters], workers=asked.homes, store=store, optimizer=torch.optim.SGD
-    ).bucket
+    found = run(asked.homes, asked.strategy, asked.rounds, asked.step_seconds, elastic=asked.elastic)
+    strategy, store = thinwire.parse(asked.strategy), parse_store("40ms,20mbit,50mbit")
+    model = GPT(GPT_SIZES["6m"], context=_CONTEXT)
+    cost = explain(strategy, parameters=model, workers=asked.homes, store=store, optimizer=torch.optim.AdamW).bucket
     assert cost is not None
-    expected = period * (cost.up_bytes_per_step + cost.down_bytes_per_step)
-    ratios = [row["step"] / row["alone"] for row in found["workers"]]
+    expected = strategy.traits.period * (cost.up_bytes_per_step + cost.down_bytes_per_step)
+    rows, wire = found["workers"], found["wire_bytes_a_round"]
+    ratios = [row["step"] / row["alone"] for row in rows]
+    secrets, names = captured_secrets(found), found_in(b"".join(found["captured"]), {b"/bucket/run/0/calls/"})
+    rules = {
+        "at most 1.05 of a step without communication": max(ratios) <= 1.05,
+        "bytes within 5 % of explain": all(abs(each / expected - 1) <= 0.05 for each in wire),
+        "nothing readable in the capture": bool(names) and not secrets,
+        "no worker listens": not any(row["listening"] for row in rows),
+        "equal models": len({row["consensus"] for row in rows}) == 1,
+    }
     result = {
+        "strategy": asked.strategy,
+        "elastic": asked.elastic,
         "load_before": load,
         "load_after": os.getloadavg(),
-        "steps": [row["step"] for row in found["workers"]],
-        "alone": [row["alone"] for row in found["workers"]],
+        **{name: [row[name] for row in rows] for name in ("computed", "alone_each", "step", "waits", "losses")},
         "ratios": ratios,
-        "bytes_a_round": [row["bytes_a_round"] for row in found["workers"]],
+        "bytes_a_round": [row["bytes_a_round"] for row in rows],
+        "wire_bytes_a_round": wire,
         "explain_bytes_a_round": expected,
         "captured_bytes": sum(map(len, found["captured"])),
-        "wire_bytes": [sent + received for sent, received in zip(found["sent"], found["received"], strict=True)],
-        "secrets_in_capture": len(captured_secrets(found)),
-        "windows": sum(len(row["windows"]) for row in found["workers"]),
-        "listening": [row["listening"] for row in found["workers"]],
-        "holds": max(ratios) <= 1.05,
+        "names_in_capture": len(names),
+        "secrets_in_capture": len(secrets),
+        "windows": sum(len(row["windows"]) for row in rows),
+        "listening": [row["listening"] for row in rows],
+        "refused_packets": found["refused"],
+        "rules": rules,
     }
     print(json.dumps(result, indent=2))
     if asked.json is not None:
         asked.json.write_text(json.dumps(result, indent=2) + "\n")
-    return 0
+    return not all(rules.values())
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["work"]:
-        sizes = [int(each) for each in sys.argv[2:6]]
-        work(sizes[0], sizes[1], sizes[2], sizes[3], float(sys.argv[6]), Path(sys.argv[7]))
+        home, homes, recipe, rounds, step_seconds, elastic, folder = sys.argv[2:]
+        work(int(home), int(homes), recipe, int(rounds), float(step_seconds), elastic == "1", Path(folder))
     else:
         sys.exit(main())
