@@ -294,6 +294,47 @@ class _Forward(_Handler):
     do_GET = do_PUT = do_DELETE = do_HEAD = do_POST = _forward
 
 
+class _Refuse(_Handler):
+    def _refuse(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        status, content = self.server.refusal  # type: ignore[attr-defined]
+        self.answer(status, {"Content-Type": "application/xml"}, content)
+
+    do_GET = do_PUT = do_DELETE = do_HEAD = do_POST = _refuse
+
+
+@contextmanager
+def refusing(status: int, code: str, message: str) -> Generator[str]:
+    """Run an S3 server that refuses every request; yields its endpoint."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Refuse)
+    server.daemon_threads = True
+    error = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>"
+    server.refusal = status, f'<?xml version="1.0" encoding="UTF-8"?>\n{error}'.encode()  # type: ignore[attr-defined]
+    with _running(server):
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+
+
+class _Stall(_Handler):
+    def do_GET(self) -> None:
+        """Send the first half of an object, and nothing more."""
+        self.send_response(200)
+        for name, value in {"ETag": '"1"', "Last-Modified": formatdate(usegmt=True), "Content-Length": "1000"}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(bytes(500))
+        self.wfile.flush()
+        self.rfile.read()  # until the client gives up
+
+
+@contextmanager
+def stalling() -> Generator[str]:
+    """Run an S3 server whose answers stop in the middle; yields its endpoint."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Stall)
+    server.daemon_threads = True
+    with _running(server):
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+
+
 @contextmanager
 def faulty(endpoint: str, *, seed: int, share: float) -> Generator[FaultyProxy]:
     """Run a proxy before a server that fails a share of the requests."""

@@ -31,14 +31,22 @@ def test_a_key_opens_a_run_and_another_one_does_not(tmp_path, capsys, monkeypatc
 
 def test_a_run_that_has_ended_is_deleted_and_other_files_are_kept(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv(KEY, new_key(capsys))
+    tmp_path = tmp_path / "a folder"
     url = (tmp_path / "run").as_uri()
     bucket = Bucket.open(url)
     for name in ("0/store/view/1", "0/hint/beat/w-1", "0/calls/0-ab/3/1"):
         bucket.wait(bucket.put(name, b"content"))
-    (tmp_path / "run" / "notes.txt").write_text("not of thinwire")
+    for name in ("notes.txt", "2024/photo", "2024/store", "probe/photo"):
+        (tmp_path / "run" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "run" / name).write_text("not of thinwire")
+    (tmp_path / "run" / "0" / "calls" / "0-ab" / "3" / "2#1").write_text("of a writer that was killed")
     assert main(["bucket", "clean", url, "--quiet", "0.1"]) == 0
     assert capsys.readouterr().out.strip() == f"deleted 4 objects of {url}"
-    assert [path.name for path in (tmp_path / "run").rglob("*") if path.is_file()] == ["notes.txt"]
+    left = [path.relative_to(tmp_path / "run") for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert sorted(map(str, left)) == ["2024/photo", "2024/store", "notes.txt", "probe/photo"]
+    assert main(["bucket", "clean", url]) == 2
+    assert "no run exists there" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run" / "run").exists()
 
 
 def test_a_run_to_which_a_worker_writes_is_kept(tmp_path, capsys, monkeypatch):

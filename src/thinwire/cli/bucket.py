@@ -44,7 +44,7 @@ class Bucket:
             raise ConfigError("URL is missing: it names the run to delete. Give it, as in s3://bucket/run")
         if not self.quiet >= 0:
             raise ConfigError(f"--quiet {self.quiet:g}: must be at least 0 seconds")
-        run = bucket.Bucket.open(self.url)
+        run = bucket.Bucket.open(self.url, reads_only=True)
         err.print(f"looking for workers for {self.quiet:g} s")
         deleted = run.clean(self.quiet)
         if self.json:

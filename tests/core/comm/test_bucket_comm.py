@@ -283,6 +283,20 @@ def test_a_store_that_is_down_is_a_timeout_that_says_so(monkeypatch: pytest.Monk
         comm.all_reduce_(torch.ones(1)).wait()
 
 
+def test_a_call_that_has_failed_reads_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(self: Bucket, name: str, sealed: bytes, *, create: bool) -> bool:
+        raise ConnectionError("507 Insufficient Storage")
+
+    bucket = Bucket.open("memory://quiet")
+    comm = BucketComm(bucket, "0", 0, 3, timeout=0.5)
+    monkeypatch.setattr(Bucket, "_put", fail)
+    with pytest.raises(CommTimeoutError, match="507 Insufficient Storage"):
+        comm.all_reduce_(torch.ones(1)).wait()
+    gets = bucket.traffic.gets
+    time.sleep(1)
+    assert bucket.traffic.gets == gets
+
+
 def test_a_comm_of_the_parent_is_refused_in_a_fork() -> None:
     comm = BucketComm(Bucket.open("memory://fork"), "0", 0, 2)
     if (child := os.fork()) == 0:

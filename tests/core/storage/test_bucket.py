@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import builtins
 import random
+import re
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +18,7 @@ import pytest
 pytest.importorskip("obstore")
 pytest.importorskip("cryptography")
 
-from tests.buckets import SERVERS, serve, set_environment, url_of
+from tests.buckets import SERVERS, refusing, serve, set_environment, stalling, url_of
 from tests.rules import for_each
 from thinwire.core.storage import bucket as module
 from thinwire.core.storage.bucket import KEY, SEAL_BYTES, Bucket, BucketStore, new_key
@@ -203,6 +205,65 @@ def test_a_store_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) 
     set_environment(monkeypatch, "http://127.0.0.1:9")
     with pytest.raises(CommError, match=r"s3://bucket/run: the store cannot be used: .*AWS_ENDPOINT_URL"):
         Bucket.open("s3://bucket/run", key=new_key(), timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message", "words"),
+    [
+        (403, "AccessDenied", "Access Denied.", "AccessDenied: Access Denied. Check the name"),
+        (400, "ExpiredToken", "The token has expired.", "The token has expired. Get new credentials, and start"),
+        (403, "RequestTimeTooSkewed", "Too far.", "RequestTimeTooSkewed: Too far. Set this machine's clock, for"),
+    ],
+)
+def test_the_words_of_a_store_that_refuses_are_reported(
+    status: int, code: str, message: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with refusing(status, code, message) as endpoint:
+        set_environment(monkeypatch, endpoint)
+        with pytest.raises(CommError, match=re.escape(words)):
+            Bucket.open("s3://bucket/run", key=new_key(), timeout=1)
+
+
+def test_a_refusal_is_final_at_the_start_and_may_pass_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    request, left = Bucket._request, [3]
+
+    async def refuse(bucket: Bucket, call: Any, nbytes: int) -> Any:
+        if left[0] == 0:
+            return await request(bucket, call, nbytes)
+        left[0] -= 1
+        call.close()
+        raise module._RefusedError("RequestTimeTooSkewed")
+
+    bucket = Bucket.open("memory://refuses")
+    monkeypatch.setattr(Bucket, "_request", refuse)
+    assert bucket.wait(bucket.create("a", b"first", seconds=20)) and left == [0]
+    left[0] = 1
+    with pytest.raises(CommError, match="RequestTimeTooSkewed"):
+        Bucket.open("memory://refuses", timeout=20)
+
+
+def test_an_object_that_is_not_found_soon_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    import obstore
+
+    bucket = Bucket.open("memory://hangs")
+    assert bucket.wait(bucket.create("a", b"first"))
+    get, hangs = obstore.get_async, [True]
+
+    def hang(*arguments: Any) -> Any:
+        return asyncio.sleep(3600) if hangs and hangs.pop() else get(*arguments)
+
+    monkeypatch.setattr(module, "_REQUEST_SECONDS", 0.2)
+    monkeypatch.setattr(obstore, "get_async", hang)
+    assert bucket.wait(bucket.repeated(lambda: bucket.get("a", 1 << 30), 20), 10) == b"first"
+
+
+def test_a_read_that_stops_in_the_middle_fails_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_STALLED_SECONDS", 0.2)
+    with stalling() as endpoint:
+        set_environment(monkeypatch, endpoint)
+        bucket = Bucket("s3://bucket/run", bytes(32), *module._stores_of("s3://bucket/run"))
+        with pytest.raises(ConnectionError, match="GenericError"):
+            bucket.wait(bucket.get("a", 1000), 10)
 
 
 def test_a_bucket_that_does_not_exist_is_reported_at_once(url: str) -> None:

@@ -268,13 +268,10 @@ class BucketComm(Comm):
             return found
 
         async def run() -> list[bytes]:
-            writes = asyncio.gather(
-                *(self._write(f"p/{self.rank}-{peer}/{n}", own, peer, n, call.text) for peer, n in sends)
-            )
-            found = await asyncio.gather(*(receive(peer, n) for peer, n in receives))
-            await writes
+            writes = [self._write(f"p/{self.rank}-{peer}/{n}", own, peer, n, call.text) for peer, n in sends]
+            _, found = await _all([_all(writes), _all([receive(peer, n) for peer, n in receives])])
             self._sweep()
-            return list(found)
+            return found
 
         return self._launch(call, run()).then(lambda rows: [_tensor(row, x) for row in rows])
 
@@ -410,7 +407,7 @@ class BucketComm(Comm):
                 f"{call}/{peer}", peer, self._open[call], len(own) if sizes is None else sizes[peer]
             )
 
-        return list(await asyncio.gather(*(of(peer) for peer in range(self.size))))
+        return await _all([of(peer) for peer in range(self.size)])
 
     async def _scatter(self, call: int, parts: Sequence[bytes], sizes: int | Sequence[int]) -> list[bytes]:
         """Write one object for each rank, and read theirs for this one."""
@@ -423,13 +420,10 @@ class BucketComm(Comm):
                         f"ranks are out of step: {self.name(peer)} sends itself a vector of another size"
                     )
                 return parts[peer]
-            _, found = await asyncio.gather(
-                self._write(f"{call}/{self.rank}-{peer}", parts[peer], None, call),
-                self._read(f"{call}/{peer}-{self.rank}", peer, self._open[call], size),
-            )
-            return found
+            write = self._write(f"{call}/{self.rank}-{peer}", parts[peer], None, call)
+            return (await _all([write, self._read(f"{call}/{peer}-{self.rank}", peer, self._open[call], size)]))[1]
 
-        return list(await asyncio.gather(*(of(peer) for peer in range(self.size))))
+        return await _all([of(peer) for peer in range(self.size)])
 
     async def _write(self, name: str, content: bytes, dst: int | None, number: int, text: str = "") -> None:
         name, text = f"{self._place}/{name}", text or self._open[number].text
@@ -570,6 +564,16 @@ class BucketComm(Comm):
 
 
 _background: set[asyncio.Task[Any]] = set()
+
+
+async def _all(bodies: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Return the results of coroutines that run at the same time; if one fails, the others end too."""
+    tasks = [asyncio.ensure_future(each) for each in bodies]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for each in tasks:
+            each.cancel()
 
 
 def _different(calls: Sequence[tuple[int, str]], names: Callable[[Sequence[int]], str]) -> str:

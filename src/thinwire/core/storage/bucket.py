@@ -24,8 +24,12 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote, urlparse
 
+from thinwire.core.validation import printable
 from thinwire.errors import CommError, ConfigError
 
 T = TypeVar("T")
@@ -41,13 +45,20 @@ _SALT_BYTES, _NONCE_BYTES, _TAG_BYTES = 16, 12, 16
 SEAL_BYTES = _NONCE_BYTES + _TAG_BYTES
 _PROOF = b"this is the key of the run"
 _NAME = re.compile(r"[A-Za-z0-9._=-]+(/[A-Za-z0-9._=-]+)*")
-_OF_RUN = re.compile(r"run$|probe/|\d+/")
+_OF_RUN = re.compile(r"run$|probe/[0-9a-f]{16}$|\d+/(store|hint|calls|late)/")
 _MOST_RECORD_BYTES = 1 << 20
 _REQUEST_SECONDS, _SLOWEST = 20.0, 50_000.0  # a request may take this long, plus its bytes at 50 kB/s
+_STALLED_SECONDS = 10  # of a read from which nothing arrives
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0  # seconds between attempts of a failed request
 _SHOWN_SECONDS = 1.0  # after which a store shows an object that it has refused to overwrite
 _RACERS = 4
+_MOST_DELETES = 200  # requests at a time, each of which may need a connection
 _SEALERS = 2  # threads
+_FIXES = {
+    "Skewed": "Set this machine's clock, for example by NTP",
+    "Expired": "Get new credentials, and start this worker again",
+}
+"""By a part of the code of a store's error."""
 _memory: dict[str, Any] = {}
 
 
@@ -106,12 +117,13 @@ class Bucket:
         b'first'
     """
 
-    def __init__(self, url: str, key: bytes, store: Any) -> None:
+    def __init__(self, url: str, key: bytes, store: Any, reads: Any) -> None:
         self.url = url
         self.traffic = Traffic()
         self.seconds = 0.0
+        self._is_open = False
         self._secret = key
-        self._store = store
+        self._store, self._reads = store, reads
         self._cipher: Any = None
 
     @classmethod
@@ -133,7 +145,7 @@ class Bucket:
         """
         scheme = check_url(url)
         secret = bytes(32) if scheme == "memory" else _read_key(os.environ.get(KEY, "") if key is None else key)
-        bucket = cls(url.rstrip("/"), secret, _store_of(url.rstrip("/")))
+        bucket = cls(url.rstrip("/"), secret, *_stores_of(url.rstrip("/")))
         end = time.monotonic() + timeout
         try:
             bucket.wait(bucket._unlock(timeout, creates=not reads_only), end - time.monotonic())
@@ -145,6 +157,7 @@ class Bucket:
                 f"{url}: the store cannot be used: {problem}. Check the name of the bucket, the credentials and, for "
                 "other servers, their address, such as AWS_ENDPOINT_URL"
             ) from None
+        bucket._is_open = True
         return bucket
 
     def wait(self, call: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
@@ -232,11 +245,22 @@ class Bucket:
                     "Stop all workers first"
                 )
             # The start of the run is last: until then, an interrupted call can be repeated.
-            self.wait(self.delete([name for name in names if name != "run"]))
+            others = [name for name in names if name != "run"]
+            for at in range(0, len(others), _MOST_DELETES):
+                self.wait(self.delete(others[at : at + _MOST_DELETES]))
             self.wait(self.delete(["run"]))
+            self._delete_unfinished()
         except ConnectionError as error:
             raise CommError(f"{self.url}: the store does not answer ({error}). Try again") from None
         return len(names)
+
+    def _delete_unfinished(self) -> None:
+        """Delete what killed writers have left in a folder: NAME#N, which `list` does not show."""
+        if self.url.startswith("file://"):
+            folder = Path(unquote(urlparse(self.url).path))
+            for path in folder.rglob("*#*"):
+                if _OF_RUN.match(path.relative_to(folder).as_posix()):
+                    path.unlink(missing_ok=True)
 
     async def _contents(self) -> dict[str, bytes | None]:
         """Return the names of the run's objects, with the sealed contents of those that are overwritten."""
@@ -252,7 +276,9 @@ class Bucket:
             try:
                 return await attempt()
             except ConnectionError as error:
-                if isinstance(error, _RefusedError) or time.monotonic() + pause > end:
+                # In a run that has started, also a refusal may pass: a clock is set, or a policy comes into effect.
+                refused = isinstance(error, _RefusedError) and not self._is_open
+                if refused or time.monotonic() + pause > end:
                     raise
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -282,9 +308,12 @@ class Bucket:
         async def request() -> bytes | None:
             self.traffic.gets += 1
             try:
-                found = await obstore.get_async(self._store, name)
+                # An object that is not found soon is asked for again, however large it may be.
+                found = await asyncio.wait_for(obstore.get_async(self._reads, name), _REQUEST_SECONDS)
             except FileNotFoundError:
                 return None
+            except TimeoutError:
+                raise ConnectionError(f"a request took longer than {_REQUEST_SECONDS:g} s") from None
             if found.meta["size"] > most:
                 raise CommError(
                     f"{self.url}/{name}: has {found.meta['size']} bytes, and at most {most} are expected. Another "
@@ -312,7 +341,7 @@ class Bucket:
         except TimeoutError:
             raise ConnectionError(f"a request took longer than {limit:.0f} s") from None
         except Exception as error:  # obstore has errors of its own beside Python's
-            problem = f"{type(error).__name__}: {(str(error) or 'no text').splitlines()[0][:300]}"
+            problem = _described(error)
             final = isinstance(error, FileNotFoundError | PermissionDeniedError | UnauthenticatedError)
         raise _RefusedError(problem) if final else ConnectionError(problem)
 
@@ -402,6 +431,16 @@ class Bucket:
             )
 
 
+def _described(error: Exception) -> str:
+    """Return the store's own words in place of the client's, if an error has them."""
+    text = str(error) or "no text"
+    code, message = (re.search(f"<{tag}>([^<]*)</{tag}>", text) for tag in ("Code", "Message"))
+    if code is None:
+        return f"{type(error).__name__}: {text.splitlines()[0][:300]}"
+    words = printable(f"{code[1]}: {message[1] if message else 'no text'}"[:300]).rstrip(".")
+    return words + next((f". {fix}" for part, fix in _FIXES.items() if part in code[1]), "")
+
+
 class _RefusedError(ConnectionError):
     """The store refuses these requests: no such bucket, or no permission."""
 
@@ -425,7 +464,8 @@ def _read_key(text: str) -> bytes:
     return found
 
 
-def _store_of(url: str) -> Any:
+def _stores_of(url: str) -> tuple[Any, Any]:
+    """Return the clients for writes and for reads."""
     try:
         import cryptography  # noqa: F401  # pyright: ignore[reportUnusedImport]
         from obstore.store import MemoryStore, from_url
@@ -435,16 +475,24 @@ def _store_of(url: str) -> Any:
             f"rendezvous={url!r}: {missing} is missing. Buckets need the extra: pip install 'thinwire[bucket]'"
         ) from None
     if url.startswith("memory://"):
-        return _memory.setdefault(url, MemoryStore())
+        store = _memory.setdefault(url, MemoryStore())
+        return store, store
     if url.startswith("file://"):
-        return from_url(url, mkdir=True)
+        store = from_url(url, mkdir=True)
+        return store, store
     endpoints = (os.environ.get(name, "") for name in _ENDPOINTS[url.partition("://")[0]])
     plain = next((each for each in endpoints if each), "").startswith("http://")
     # Failed requests are repeated here, where the time that is left is known.
     retries: Any = {"max_retries": 0}
     options: Any = {"allow_http": plain, "connect_timeout": "10s", "timeout": "1h"}
+    # A router that gets another address drops connections, and says so to nobody.
+    options |= {"pool_idle_timeout": "10s"}
+    stalled: Any = options | {
+        "read_timeout": timedelta(seconds=_STALLED_SECONDS)
+    }  # while a write uploads, it reads nothing
     try:
-        return from_url(url, client_options=options, retry_config=retries)
+        writes = from_url(url, client_options=options, retry_config=retries)
+        return writes, from_url(url, client_options=stalled, retry_config=retries)
     except Exception as error:
         raise ConfigError(
             f"rendezvous={url!r}: {str(error).splitlines()[0][:300]}. Check the URL, and your provider's variables, "

@@ -70,7 +70,7 @@ class _Reader:
     def _open_newest(self) -> bool:
         """Open the newest run of the processes; returns whether it is another one."""
         names = self._bucket.wait(self._bucket.list(""))
-        numbers = [int(match[1]) for name in names if (match := re.match(r"(\d+)/", name))]
+        numbers = [int(match[1]) for name in names if (match := re.match(r"(\d+)/store/", name))]
         newest = max(numbers, default=0)
         if newest == self._number:
             return False
