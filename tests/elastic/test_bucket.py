@@ -9,6 +9,7 @@ import random
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.buckets import Process, environment, serve
 from tests.problems import flat
 from tests.worker.test_rendezvous import build
 from thinwire import attach
-from thinwire.core.comm.bucket import BucketConnector
+from thinwire.core.comm.bucket import BucketComm, BucketConnector
 from thinwire.core.comm.liveness import State
 from thinwire.core.storage.bucket import KEY, Bucket, BucketStore, new_key
 from thinwire.core.view import Progress
@@ -229,6 +230,87 @@ def test_a_run_survives_chaos(tmp_path: Path) -> None:
 def test_fifty_runs_of_each_recipe_survive_chaos(recipe: str, tmp_path: Path) -> None:
     for seed in range(50):
         check_chaos(f"file://{tmp_path}/run", {}, recipe, tmp_path, seed)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "steps"),
+    [
+        ("DiLoCo(period=8, delay=4)", [4, 8, 12, 16]),
+        ("DiLoCo(period=8, delay=4, codec=ErrorFeedback(Nearest(bits=4)))", [4, 6, 8, 12, 14, 16]),
+        ("OverlapLocalSGD(period=8)", [8, 16]),
+    ],
+)
+def test_steps_between_the_stages_of_a_mean_in_flight_send_nothing(
+    recipe: str, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, calls = BucketComm._start, set[tuple[int, int]]()
+
+    def counted(comm: BucketComm, *arguments: Any) -> Any:
+        calls.add((comm.rank, comm.step))
+        return start(comm, *arguments)
+
+    monkeypatch.setattr(BucketComm, "_start", counted)
+
+    def train_one(_: int) -> None:
+        model, optimizer = build()
+        worker = attach(model, optimizer, recipe, rendezvous=f"memory://quiet{len(steps)}", workers=2, elastic=True)
+        while worker.step < 16:
+            model(torch.ones(4, 5)).sum().backward()
+            optimizer.step()
+        worker.detach()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(train_one, range(2)))
+    assert calls == {(rank, step) for rank in range(2) for step in [0, *steps]}
+
+
+def test_workers_agree_on_a_view_although_the_store_was_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "_STORE_SECONDS", 0.2)
+    bucket = Bucket.open("memory://outage")
+
+    def member(name: str) -> Membership:
+        store = BucketStore(bucket, "0", seconds=0.1)
+        return Membership(store, name, timeout=20, beat_seconds=0.05, poll_seconds=0.01, connected=False)
+
+    members, down = [member("a"), member("b")], threading.Event()
+    request = Bucket._request
+
+    async def answer(bucket: Bucket, call: Any, nbytes: int) -> Any:
+        if down.is_set():
+            call.close()
+            raise ConnectionError("no route to host")
+        return await request(bucket, call, nbytes)
+
+    monkeypatch.setattr(Bucket, "_request", answer)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda each: each.enter(None, 2), members))
+        down.set()
+        begin = time.monotonic()
+        assert not members[0].given_up() and time.monotonic() - begin < 5
+        changes = [pool.submit(each.change, Progress(0, done=True, step=0)) for each in members]
+        time.sleep(1)
+        down.clear()
+        assert [each.result().epoch for each in changes] == [1, 1]
+    members[1].close()
+    assert members[0].given_up()
+    members[0].close()
+
+
+def test_heartbeats_continue_where_a_record_is_damaged(tmp_path: Path) -> None:
+    bucket = Bucket.open(f"file://{tmp_path}/run")
+    member = Membership(BucketStore(bucket, "0"), "a", timeout=20, beat_seconds=0.02, connected=False)
+    member.enter(None, 1)
+    forged = tmp_path / "run" / "0" / "store" / "join" / "1" / "0"
+    forged.parent.mkdir(parents=True)
+    forged.write_bytes(b"forged")
+    store = BucketStore(bucket, "0")
+    seen = set[bytes]()
+    end = time.monotonic() + 20
+    while len(seen) < 5 and time.monotonic() < end:
+        assert store.check(["beat/a"])
+        seen.add(store.get("beat/a"))
+    member.close()
+    assert len(seen) >= 5
 
 
 def test_a_fixed_run_starts_again_when_a_worker_of_another_machine_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:

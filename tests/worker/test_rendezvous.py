@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +22,8 @@ pytest.importorskip("cryptography")
 from tests.buckets import Process, environment, faulty, serve, url_of
 from tests.problems import flat
 from thinwire import Comm, Worker, attach, run_threads
-from thinwire.core.storage.bucket import KEY, new_key
-from thinwire.errors import CommTimeoutError, ConfigError, MismatchError
+from thinwire.core.storage.bucket import KEY, Bucket, BucketStore, new_key
+from thinwire.errors import CommTimeoutError, ConfigError, MismatchError, ThinwireError
 
 FOUR_BITS = "codec=ErrorFeedback(Nearest(bits=4))"
 RECIPES = [
@@ -235,6 +236,50 @@ def test_a_worker_with_another_model_is_refused_on_all_ranks() -> None:
 
     first, second = on_threads(2, work)
     assert first == second and "parameter 0.weight is" in first and "6x5 float32" in first and "7x5 float32" in first
+
+
+def test_workers_that_expect_other_numbers_of_workers_are_refused() -> None:
+    def enter(workers: int) -> str:
+        model, optimizer = build()
+        with pytest.raises(MismatchError) as caught:
+            attach(model, optimizer, "LocalSGD(period=4)", rendezvous="memory://numbers", workers=workers, timeout=30)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(enter, (2, 3)))
+    assert found[0] == found[1] and "the number of workers is " in found[0]
+
+
+@pytest.mark.parametrize("fixed_first", [False, True])
+def test_a_fixed_and_an_elastic_worker_do_not_train_alone(fixed_first: bool) -> None:
+    """As if THINWIRE_WORKERS were set on one of two machines."""
+    url, entered = f"memory://one-number-{fixed_first}", threading.Event()
+
+    def enter(workers: int | None, timeout: float) -> str:
+        model, optimizer = build()
+        try:
+            worker = attach(model, optimizer, "LocalSGD(period=4)", rendezvous=url, workers=workers, timeout=timeout)
+        except ThinwireError as error:
+            return f"{type(error).__name__}: {error}"
+        entered.wait(20)
+        worker.detach()
+        return f"alone of {worker.size}"
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(enter, 2 if fixed_first else None, 3)
+        bucket = Bucket.open(url)
+        place = BucketStore(bucket, "0")
+        while not place.check(["first/0/0"]):
+            time.sleep(0.01)
+        second = pool.submit(enter, None if fixed_first else 2, 30)
+        assert (
+            second.result(20).startswith("ConfigError: ") and "Set THINWIRE_WORKERS on all machines" in second.result()
+        )
+        entered.set()
+        words = (
+            "CommTimeoutError: this worker: rank 1 of 2 initial workers did not arrive" if fixed_first else "alone of 1"
+        )
+        assert first.result(20).startswith(words)
 
 
 def test_a_run_that_has_its_workers_refuses_another_one() -> None:

@@ -5,6 +5,7 @@
     view/EPOCH          a view; written once, by compare-and-set, so that every number has at most one view
     steps/EPOCH         for the run that started as view EPOCH: whether a step was taken, or never will be
     facts/EPOCH         the settings that it was started with
+    fixed/ID            a note that a worker expects a fixed run
     step/EPOCH          the number of the last round before the first step of a view with new workers
     next/EPOCH/ID       the progress of a member of view EPOCH - 1 that has finished that view or leaves, or a note
                         that it could not start: it is gone, though its process may run
@@ -36,8 +37,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -128,6 +129,7 @@ class Membership:
         self._history: list[View] = []
         self._ended = threading.Event()
         self._store_is_lost = False
+        self._in_brief = _InBrief()
 
     # -- entering --------------------------------------------------------------------------------------------------
 
@@ -148,6 +150,8 @@ class Membership:
             if self._follows:
                 return self._follow(0)
             threading.Thread(target=self._beat, daemon=True, name="thinwire-beat").start()
+            if self._fixed:
+                self._write(f"fixed/{self.worker}", True)
             while True:
                 last = self.newest()
                 if last is None or self._restarts(last):
@@ -159,6 +163,8 @@ class Membership:
                         f"this run has {last.size} workers already, and all of them run. Increase the number of "
                         "workers on all machines, leave it out to let workers join later, or use another path"
                     )
+                if last is not None:
+                    self._check_fixed(last.members)
                 if self._fixed:
                     time.sleep(self._poll_seconds)
                     continue
@@ -189,6 +195,7 @@ class Membership:
                 absent = [each for each, place in enumerate(places) if not self._runs(place)]
                 if not absent:
                     rows: dict[str, str] = dict(places)
+                    self._check_fixed(rows)
                     # Counted after the workers: one may have asked to join before it found that all are gone.
                     asked = self.requests(now=True)
                     self._propose(View(epoch, tuple(rows), rows=rows, requests=asked, begins=epoch))
@@ -202,6 +209,19 @@ class Membership:
                 )
             time.sleep(self._poll_seconds)
         return self._view_of(epoch)
+
+    def _check_fixed(self, workers: Iterable[str]) -> None:
+        """Check that all workers of the run expect a fixed number of workers, or none does.
+
+        Raises:
+            ConfigError: one of them differs from this worker; without this check, each would train alone.
+        """
+        if not self._connected and any((self._read(f"fixed/{each}") is True) != self._fixed for each in workers):
+            who, others = ("a fixed", "any") if self._fixed else ("any", "a fixed")
+            raise ConfigError(
+                f"worker {self.worker} was started for {who} number of workers, and another worker of this run for "
+                f"{others} number. Set THINWIRE_WORKERS on all machines, or on none, or use another path"
+            )
 
     def _take_place(self, keys: list[str], own: list[str]) -> None:
         """Become the worker of the first rank of these that no other running worker has."""
@@ -269,13 +289,13 @@ class Membership:
         """Withdraw because this worker could not start; others do not wait for it, though its process may run."""
         if self.has_left:
             return
-        with suppress(StoreLostError):
+        with suppress(StoreLostError), self._in_brief:
             if self._is_group and not self._follows:
                 self._write(f"group/{self.worker}", _WITHDRAWN)
         if self._place is None and not self._request_key and self.view is None:
             self.close()  # no other worker knows this one
             return
-        with suppress(StoreLostError):
+        with suppress(StoreLostError), self._in_brief:
             if self._place is not None:
                 key, own = self._place
                 self._do(lambda: self._records.propose(key, _WITHDRAWN, instead_of=own))
@@ -393,7 +413,7 @@ class Membership:
         """Report to the others that this worker takes no further step."""
         assert self.view is not None, "enter() comes first"
         key = f"next/{self.view.epoch + 1}/{self.worker}"
-        with suppress(StoreLostError):
+        with suppress(StoreLostError), self._in_brief:
             self._do(lambda: self._records.propose(key, _WITHDRAWN))
 
     def request(self) -> int:
@@ -605,16 +625,19 @@ class Membership:
         if self._store_is_lost:
             return any(self._state_by_process(each, rows[each]) is State.ENDED for each in others)
         try:
-            if self._is_group and (self.has_lost_rank() or self._read(self._failure_key()) is not None):
-                return True
-            return any(
-                self.state_of(each, rows[each], self._given_up_seconds) is State.ENDED
-                or self._has_registered(each, epoch)
-                for each in others
-            )
+            with self._in_brief:
+                return self._view_has_ended(others, epoch, rows)
         except StoreLostError:
-            self._store_is_lost = True  # ends the run at the next change of view, not earlier
+            self._store_is_lost = self._connected  # ends the run at the next change of view, not earlier
             return False
+
+    def _view_has_ended(self, others: list[str], epoch: int, rows: Mapping[str, str]) -> bool:
+        if self._is_group and (self.has_lost_rank() or self._read(self._failure_key()) is not None):
+            return True
+        return any(
+            self.state_of(each, rows[each], self._given_up_seconds) is State.ENDED or self._has_registered(each, epoch)
+            for each in others
+        )
 
     def has_lost_rank(self) -> bool:
         """Return True if the process of another rank of this worker's group is known to have ended."""
@@ -667,8 +690,8 @@ class Membership:
         first = min(self._beat_seconds, _FIRST_BEAT_SECONDS)
         while not self._ended.wait((first if self.view is None else self._beat_seconds) if beat else 0.0):
             beat += 1
-            # The store may be gone; the training thread notices and stops.
-            with suppress(RuntimeError, OSError):
+            # The store may be gone, or a record damaged; the training thread notices and stops.
+            with suppress(RuntimeError, OSError, CommError):
                 self._store.set(f"beat/{self.worker}", f"{beat} {self.report()}".rstrip())
                 if not self._fixed:
                     self._count_requests()
@@ -682,7 +705,7 @@ class Membership:
         """Return True if one of these ranks of the view has ended."""
         view = self.view
         assert view is not None, "enter() comes first"
-        with suppress(StoreLostError):  # the call that waits for them fails at its timeout
+        with suppress(StoreLostError), self._in_brief:  # the call that waits for them fails at its timeout
             return any(self.is_gone(view.members[rank], view) for rank in ranks)
         return False
 
@@ -754,23 +777,40 @@ class Membership:
         self._do(lambda: self._records.write(key, value))
 
     def _do(self, call: Callable[[], T]) -> T:
-        """Return the store's answer.
+        """Return the store's answer; a bucket may be out of reach for a while, up to the timeout.
 
         Raises:
             PeerLostError: the store is gone, or does not answer.
         """
-        try:
-            return within(_STORE_SECONDS, call)
-        except CommError:
-            raise
-        except TimeoutError:
-            problem = f"no answer within {_STORE_SECONDS:g} s"
-        except (RuntimeError, OSError) as error:
-            problem = str(error).partition("\n")[0][:200]
+        end = time.monotonic() + (0.0 if self._connected or self._in_brief.calls else self.timeout)
+        while True:
+            try:
+                return within(_STORE_SECONDS, call)
+            except CommError:
+                raise
+            except TimeoutError:
+                problem = f"no answer within {_STORE_SECONDS:g} s"
+            except (RuntimeError, OSError) as error:
+                problem = str(error).partition("\n")[0][:200]
+            if time.monotonic() >= end:
+                break
+            time.sleep(self._poll_seconds)
         raise StoreLostError(
             f"worker {self.worker}: the store of the worker list cannot be reached ({problem}). This "
             "worker stops, since the others may continue without it"
         )
+
+
+class _InBrief(threading.local, AbstractContextManager[None]):
+    """Let the calls of this thread to a bucket fail at once while it is out of reach; a context."""
+
+    calls = 0
+
+    def __enter__(self) -> None:
+        self.calls += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.calls -= 1
 
 
 class RunEndedError(PeerLostError):

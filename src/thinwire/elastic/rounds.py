@@ -307,10 +307,10 @@ class Elastic:
                 hook,
                 ends=ends,
                 drops=self._neighbours,
-                # This hook may wait for messages in flight, and fail on some workers only.
-                sends=lambda: ends and (self._waits() or self._uneven),
+                sends=ends and self._uneven,
                 needed=lambda: averages or self._waits() or self._may_send(step),
                 uses=self._steps_in_average(step),
+                delayed=self.worker.strategy.traits.rounds.delay > 0,
             )
             ended = True
             if self._newcomers:
@@ -462,9 +462,10 @@ class Elastic:
         keeps_gradient: bool = False,
         ends: bool = True,
         drops: bool = False,
-        sends: bool | Callable[[], bool] = False,
+        sends: bool = False,
         needed: Callable[[], bool] = lambda: True,
         uses: int | None = None,
+        delayed: bool = False,
     ) -> T | None:
         """Run what communicates; where a worker is lost in it, all survivors keep its result, or none does.
 
@@ -478,9 +479,9 @@ class Elastic:
             needed: whether it is a round at all, asked in a new view: others, which had kept the round before, may be a
                 step behind, and come here with nothing in flight.
             uses: how many steps of all workers its result contains; None where it is no average.
+            delayed: whether it is an average only if a mean that was in flight has arrived.
         """
         while True:
-            told = sends() if callable(sends) else sends
             kept = [
                 _Kept(
                     _copied(r.x) if keeps_x else None,
@@ -492,14 +493,21 @@ class Elastic:
             ]
             result: Any = None
 
-            def attempt(told: bool = told) -> None:
+            def attempt(kept: list[_Kept] = kept) -> None:
                 nonlocal result
-                sent = self._comm.meter.messages
+                messages = self._comm.meter.messages
                 if ends:
                     self._round, self._done = self._round + 1, False
                 result = body()
                 if ends:
-                    self._end_round(told or self._comm.meter.messages > sent, uses)
+                    # What was in flight and has arrived may have failed on some workers only.
+                    arrived = any(
+                        r.inflight.get(name) is not work
+                        for r, before in zip(self.worker.replicas, kept, strict=True)
+                        for name, work in before.inflight.items()
+                    )
+                    sent = sends or arrived or self._comm.meter.messages > messages
+                    self._end_round(sent, uses if arrived or not delayed else None)
 
             if not (problem := self._attempt(attempt)):
                 return result
@@ -538,13 +546,13 @@ class Elastic:
 
     def _steps_in_average(self, step: int) -> int | None:
         """Return how many steps of all workers the round after so many steps contains; None where it is no average."""
-        strategy = self.worker.strategy
-        if strategy.traits.averages_at(step):
-            return step
-        traits = strategy.traits
+        traits = self.worker.strategy.traits
+        delay = traits.rounds.delay
         if traits.rounds.fragments > 1:
-            return max(0, step - (traits.period or 1))
-        return None if traits.rounds.local else step
+            return max(0, step - (traits.period or 1) - delay)
+        if delay:
+            return max(0, step - delay)
+        return step if traits.averages_at(step) or not traits.rounds.local else None
 
     def _waits(self) -> bool:
         """Return True if messages are in flight."""

@@ -200,7 +200,7 @@ def attach(
         if given is None:
             on_failure.callback(comm.disconnect)
         settings = {
-            "the number of workers": comm.size,
+            "the number of workers": comm.size if fixed is None else fixed.size,  # over a bucket, the expected one
             "the strategy": "auto" if automatic else canonical(strategy),
             "the seed": seed,
             "init": init,
