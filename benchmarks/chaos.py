@@ -283,13 +283,11 @@ def work(plan: Plan, number: int, out: Connection, folder: Path) -> None:
 
 def fail_requests(seed: int, share: float) -> None:
     """Let a share of this process's requests fail, hang, succeed without an answer, or find nothing yet."""
-    from thinwire.core.storage import bucket as module
-    from thinwire.core.storage.bucket import Bucket
-
-    draw, request, get = random.Random(seed), Bucket._request, Bucket._get
+    module: Any = import_module("thinwire.core.storage.bucket")
+    draw, request, get = random.Random(seed), module.Bucket._request, module.Bucket._get
     module._REQUEST_SECONDS = HANG_SECONDS
 
-    async def faulty(bucket: Bucket, call: Any, nbytes: int) -> Any:
+    async def faulty(bucket: Any, call: Any, nbytes: int) -> Any:
         fault = draw.choice(("before", "after", "slow", "hang")) if draw.random() < share else ""
         if fault == "before":
             call.close()
@@ -304,24 +302,27 @@ def fail_requests(seed: int, share: float) -> None:
             raise ConnectionError("the connection was closed before the answer")
         return found
 
-    async def lagging(bucket: Bucket, name: str, most: int) -> bytes | None:
+    async def lagging(bucket: Any, name: str, most: int) -> bytes | None:
         # The check at the start refuses a store that does not show its own writer what it has just written.
         lags = draw.random() < share and not name.startswith(("run", "probe/"))
         return None if lags else await get(bucket, name, most)
 
-    Bucket._request, Bucket._get = faulty, lagging  # type: ignore[method-assign]
+    module.Bucket._request, module.Bucket._get = faulty, lagging
 
 
 def be_elsewhere() -> None:
     """Be a process of another machine to all others, whose end only its heartbeats show."""
-    from thinwire.core.comm import liveness
-    from thinwire.elastic import fleet, membership
+    liveness: Any = import_module("thinwire.core.comm.liveness")
+    membership: Any = import_module("thinwire.elastic.membership")
+    fleet: Any = import_module("thinwire.elastic.fleet")
+    entered = fleet.Membership
 
+    def beat_often(*given: Any, **named: Any) -> Any:
+        return entered(*given, **{**named, "beat_seconds": 0.2})
+
+    fleet.Membership = beat_often
     liveness._BOOT_ID = Path("/proc/sys/kernel/random/uuid")  # another one at each look
     membership._SILENT_SECONDS, membership._GIVEN_UP_SECONDS = SILENT_SECONDS, SILENT_SECONDS
-    entered = fleet.Membership
-    quick: Any = lambda *given, **named: entered(*given, **(named | {"beat_seconds": 0.2}))  # noqa: E731
-    fleet.Membership = quick
 
 
 def worker(plan: Plan, number: int, place: str, out: Connection, folder: Path) -> None:

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos import plan_of
+from benchmarks.chaos import SHARES, plan_of
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_random_faults_break_no_rule() -> None:
+def run(*options: str) -> str:
+    """Run the program, which must find no violation; returns its output."""
     found = subprocess.run(
-        [sys.executable, "-m", "benchmarks.chaos", "--runs", "3", "--seed", "1"],
+        [sys.executable, "-m", "benchmarks.chaos", *options],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -24,13 +23,31 @@ def test_random_faults_break_no_rule() -> None:
         check=False,
     )
     assert found.returncode == 0, found.stdout + found.stderr
-    assert "3 runs with seed 1" in found.stdout and "0 runs with violations" in found.stdout
+    assert "0 runs with violations" in found.stdout
+    return found.stdout
 
 
-def test_plans_follow_the_seed_and_spare_one_worker() -> None:
-    plans = [plan_of(0, number) for number in range(300)]
-    assert plans == [plan_of(0, number) for number in range(300)] != [plan_of(1, number) for number in range(300)]
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("over_a_folder", [False, True])
+def test_random_faults_break_no_rule(over_a_folder: bool, tmp_path: Path) -> None:
+    over = ["--rendezvous", tmp_path.as_uri()] if over_a_folder else []
+    assert "3 runs with seed 1" in run("--runs", "3", "--seed", "1", *over)
+
+
+def test_a_run_over_a_folder_survives_random_faults(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    assert "faults: 1 join, 1 key, 1 kill, 1 model" in run("--only", "257", "--rendezvous", tmp_path.as_uri())
+
+
+@pytest.mark.parametrize("bucket", [False, True])
+def test_plans_follow_the_seed_and_spare_one_worker(bucket: bool) -> None:
+    plans, again, others = ([plan_of(seed, n, bucket=bucket) for n in range(300)] for seed in (0, 0, 1))
+    assert plans == again != others
     for plan in plans:
         hit = {fault.worker for fault in plan.faults if fault.kind in ("kill", "term", "long stop")}
         assert set(range(plan.size)) - hit
-    assert {fault.kind for plan in plans for fault in plan.faults} == {"kill", "term", "stop", "long stop", "join"}
+    kinds = {"kill", "term", "stop", "long stop", "join"} | ({"model", "key"} if bucket else set())
+    assert {fault.kind for plan in plans for fault in plan.faults} == kinds
+    assert {plan.share for plan in plans} == set(SHARES if bucket else [0.0])
+    assert {plan.remote for plan in plans} == ({False, True} if bucket else {False})
