@@ -248,8 +248,8 @@ class Bucket:
             others = [name for name in names if name != "run"]
             for at in range(0, len(others), _MOST_DELETES):
                 self.wait(self.delete(others[at : at + _MOST_DELETES]))
-            self.wait(self.delete(["run"]))
             self._delete_unfinished()
+            self.wait(self.delete(["run"]))
         except ConnectionError as error:
             raise CommError(f"{self.url}: the store does not answer ({error}). Try again") from None
         return len(names)
@@ -487,12 +487,11 @@ def _stores_of(url: str) -> tuple[Any, Any]:
     options: Any = {"allow_http": plain, "connect_timeout": "10s", "timeout": "1h"}
     # A router that gets another address drops connections, and says so to nobody.
     options |= {"pool_idle_timeout": "10s"}
-    stalled: Any = options | {
-        "read_timeout": timedelta(seconds=_STALLED_SECONDS)
-    }  # while a write uploads, it reads nothing
+    # Not for writes, which read nothing while they upload.
+    ends_stalled: Any = options | {"read_timeout": timedelta(seconds=_STALLED_SECONDS)}
     try:
         writes = from_url(url, client_options=options, retry_config=retries)
-        return writes, from_url(url, client_options=stalled, retry_config=retries)
+        return writes, from_url(url, client_options=ends_stalled, retry_config=retries)
     except Exception as error:
         raise ConfigError(
             f"rendezvous={url!r}: {str(error).splitlines()[0][:300]}. Check the URL, and your provider's variables, "
