@@ -240,6 +240,7 @@ def work(plan: Plan, number: int, out: Connection, folder: Path) -> None:
     model = model_of(6 if plan.arrival(number) == "model" else 5)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     worker = thinwire.attach(model, optimizer, plan.recipe, elastic=True, timeout=plan.timeout)
+    assert worker.elastic is not None
     notice = Notice(worker, every=3)
     sampler = ElasticSampler(EPOCH, seed=plan.number)
     tell(begins=worker.step, name=worker.elastic.worker_id)

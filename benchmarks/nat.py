@@ -310,7 +310,7 @@ def work(home: int, homes: int, recipe: str, rounds: int, step_seconds: float, e
         times = [step() for _ in range(period)]
         return sum(times) / len(times)
 
-    period = thinwire.parse(recipe).traits.period
+    period = thinwire.parse(recipe).traits.period or 1
     meet("started")
     computed = mean_alone()
     pause = max(0.0, step_seconds - computed)
@@ -440,7 +440,7 @@ def main() -> int:
     model = GPT(GPT_SIZES["6m"], context=_CONTEXT)
     cost = explain(strategy, parameters=model, workers=asked.homes, store=store, optimizer=torch.optim.AdamW).bucket
     assert cost is not None
-    expected = strategy.traits.period * (cost.up_bytes_per_step + cost.down_bytes_per_step)
+    expected = (strategy.traits.period or 1) * (cost.up_bytes_per_step + cost.down_bytes_per_step)
     rows, wire = found["workers"], found["wire_bytes_a_round"]
     ratios = [row["step"] / row["alone"] for row in rows]
     secrets, names = captured_secrets(found), found_in(b"".join(found["captured"]), {b"/bucket/run/0/calls/"})
