@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few of the runs of `python -m benchmarks.chaos`, which sends random faults to real processes."""
+"""A few of the runs of `python -m tests.elastic.chaos`, which sends random faults to real processes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos import SHARES, plan_of
+from tests.elastic.chaos import SHARES, plan_of
 
 
 def run(*options: str) -> str:
     """Run the program, which must find no violation; returns its output."""
     found = subprocess.run(
-        [sys.executable, "-m", "benchmarks.chaos", *options],
+        [sys.executable, "-m", "tests.elastic.chaos", *options],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Elastic runs of real processes with random faults, while the loop saves and evaluates.
 
-    python -m benchmarks.chaos [--runs 300] [--seed 0] [--first NUMBER] [--only NUMBER] [--rendezvous URL]
+    python -m tests.elastic.chaos [--runs 300] [--seed 0] [--first NUMBER] [--only NUMBER] [--rendezvous URL]
 
 Every run trains a small model on loopback with 2 to 4 workers. By the seed, workers get SIGKILL, SIGSTOP for a while or
 SIGTERM (they leave with notice), and others join, at random steps. At least one of the first workers gets no signal but
