@@ -17,7 +17,7 @@ from thin_gpt.tuning import OUTER_TRIES, TRIES
 BEST, EXTENDED = 5, 2
 START_SECONDS = 15.0
 # Seconds of a step of four workers on two cores without communication, for the estimates alone.
-USUAL_STEP = {"toy": 0.02, "6m": 0.26, "30m": 1.2}
+USUAL_STEP = {"toy": 0.02, "400k": 0.03, "6m": 0.26, "30m": 1.2}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from thin_gpt.task import RANKED, SEEDS, SIZES
 from thin_gpt.verdicts import KENDALL, Bar, final_bar, kendall, memory_bar, rank_bar, ratio_bar
 
 Points = Sequence[tuple[float, float]]
-_PARAMETERS = {"toy": 30_432, "6m": 6_482_688, "30m": 29_905_088}
+_PARAMETERS = {"toy": 30_432, "400k": 391_264, "6m": 6_482_688, "30m": 29_905_088}
 _COLORS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#888")
 _HEAD = (
     "| Racer | s to target | local steps | steps | s a step | final loss | MB sent a step | copies | CPU s | checks |"

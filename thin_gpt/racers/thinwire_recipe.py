@@ -15,7 +15,8 @@ class Racer:
     """The strategy of a recipe.
 
     With `muon`, Muon updates the matrices of the blocks, and AdamW everything else. With `elastic`, workers may be lost
-    and join again; the store is with rank 0. With `late`, rounds also close without late workers.
+    and join again; the store is with rank 0. With `late`, rounds also close without late workers. A dict has recipes by
+    the step from which they are used.
     """
 
     progress = 0
@@ -24,7 +25,9 @@ class Racer:
         codec = thinwire.ErrorFeedback(thinwire.Nearest(bits=4))
         self.elastic, self.late = thinwire.LateMerging(quorum=0.5, codec=codec) if late else elastic, late
         self.size = int(os.environ["WORLD_SIZE"])
-        self.recipe = recipe if outer is None else recipe.replace("{outer}", f"{outer:g}")
+        recipes = recipe if isinstance(recipe, dict) else {0: recipe}
+        # `outer` is None if no recipe has the field.
+        self.recipes = {step: each.replace("{outer}", f"{outer}") for step, each in recipes.items()}
         self.worker = None
         if muon:
             self.optimizer = self.muon_and_adamw
@@ -51,7 +54,7 @@ class Racer:
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             os.environ["THINWIRE_STORE"] = f"{address}:{port}"
             self.store = TCPStore(address, port, is_master=os.environ["RANK"] == "0", wait_for_workers=False)
-        self.worker = thinwire.attach(model, optimizer, self.recipe, timeout=900.0, elastic=self.elastic)
+        self.worker = thinwire.attach(model, optimizer, self.recipes[0], timeout=900.0, elastic=self.elastic)
         self.progress = self.worker.step
 
     def step(self, loss):
@@ -59,6 +62,8 @@ class Racer:
         loss.backward()
         self.adamw.step()
         self.progress = self.worker.step
+        if self.progress in self.recipes:
+            self.worker.switch(self.recipes[self.progress])
 
     def finish(self):
         """Take the average that all workers agree on."""
