@@ -19,6 +19,8 @@ from tests.core.replica.test_shards import momentum, net, whole
 from tests.engine import batch
 from tests.pool import RankProcess, start_processes
 from thinwire.core.comm.rendezvous import host_store, view_store
+from thinwire.core.view import View
+from thinwire.elastic.notice import Notice
 
 RANKS = 2
 
@@ -33,6 +35,8 @@ class Rank:
         agreed: the consensus at the end.
         begins: the step at which it started.
         seconds: the longest step.
+        left: who left with notice and why, by the ids of groups, as the others saw it.
+        reasons: why this rank's group left with notice; empty if it stayed.
     """
 
     trace: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
@@ -40,6 +44,8 @@ class Rank:
     agreed: list[float] | None = None
     begins: int = 0
     seconds: list[float] = field(default_factory=list[float])
+    left: dict[str, str] = field(default_factory=dict[str, str])
+    reasons: dict[int | str, str] = field(default_factory=dict[int | str, str])
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,8 @@ class Groups:
         options: of the ranks: `kills`, which of them end; `wrong`, called before they attach, to break something;
             `pause`, how long a step takes at least; `last_view`, after which they take `steps` steps more, instead of
             in all; `ends_by_store`, whether they end at the step that `test/end` in the store has; `traced`, whether
-            they keep the model after each step; `timeout`, of waits.
+            they keep the model after each step; `timeout`, of waits; `notice`, the steps between messages of a
+            `Notice`; `folder`, where all save if all leave, and from which they continue.
     """
 
     def __init__(self, recipe: str, size: int, *, steps: int, **options: Any) -> None:
@@ -126,6 +133,10 @@ class Groups:
         """SIGKILL one rank."""
         self.groups[number][rank].process.kill()
 
+    def signal(self, number: int, rank: int) -> None:
+        """SIGTERM to one rank."""
+        self.groups[number][rank].process.terminate()
+
     def finish(self, *, seconds: float = 60.0) -> list[list[Rank | str]]:
         """Wait until all have ended; returns how each rank of each group ended, or its error."""
         end = time.monotonic() + seconds
@@ -160,8 +171,17 @@ def _train(environment: dict[str, str], number: int, recipe: str, steps: int, op
     optimizer = momentum(model)
     worker = thinwire.attach(model, optimizer, recipe, elastic=True, group=mesh, timeout=options.get("timeout", 10.0))
     assert worker.elastic is not None
+    folder = options.get("folder")
+    if folder is not None:
+        worker.load(folder, missing_ok=True)
     end = Rank(begins=worker.step, views=[(worker.view.epoch, worker.size)])
-    worker.elastic.on_view.append(lambda view: end.views.append((view.epoch, view.size)))
+
+    def seen(view: View) -> None:
+        end.views.append((view.epoch, view.size))
+        end.left.update(view.left)
+
+    worker.elastic.on_view.append(seen)
+    notice = Notice(worker, every=options["notice"]) if "notice" in options else None
     for kill in options.get("kills", ()):
         if (kill.group, kill.rank) == (number, mesh.get_local_rank()):
             _trap(worker, kill)
@@ -190,6 +210,11 @@ def _train(environment: dict[str, str], number: int, recipe: str, steps: int, op
             if mesh.get_local_rank() == 0:
                 store.set(f"{number}", str(worker.step))
             time.sleep(options.get("pause", 0.0))
+            if notice is not None and notice.leave():
+                end.reasons = notice.reasons
+                if folder is not None and len(notice.reasons) == worker.size:
+                    worker.save(folder)
+                return end
         with worker.consensus():
             end.agreed = whole(model).tolist()
     return end

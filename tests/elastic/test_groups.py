@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 import thinwire
 from tests.core.replica.test_shards import data, expected, momentum, net, sharded, two_by_two, whole
 from tests.elastic.groups import Groups, Kill, Rank
-from tests.engine import flat
+from tests.engine import batch, flat
 from tests.grids import fast_where
 from tests.pool import run_processes
 from thinwire import ConfigError
@@ -81,6 +82,67 @@ def test_a_lost_rank_ends_its_group_and_the_other_group_continues(rank: int) -> 
     for each in alive(left):
         assert [size for _, size in each.views] == [2, 1]
         assert each.agreed is not None and each.agreed == alive(left)[0].agreed
+
+
+def local_sgd(period: int, leaves: int, left_at: int, steps: int) -> dict[int, dict[int, Tensor]]:
+    """Three unsharded workers, one of which leaves after a step: then the others take the mean with it."""
+    models, traces = [net() for _ in range(3)], dict[int, dict[int, Tensor]]()
+    optimizers = [momentum(model) for model in models]
+
+    def average(numbers: Sequence[int]) -> None:
+        mean = torch.stack([flat(models[each]) for each in numbers]).mean(0)
+        for each in numbers:
+            torch.nn.utils.vector_to_parameters(mean.clone(), models[each].parameters())
+
+    stay = [each for each in range(3) if each != leaves]
+    for step in range(1, steps + 1):
+        there = range(3) if step <= left_at else stay
+        for each in there:
+            x, y = batch(each, step - 1, classes=1)
+            optimizers[each].zero_grad()
+            (models[each](x) - y).square().mean().backward()
+            optimizers[each].step()
+        if step % period == 0:
+            average(there)
+        for each in there:
+            traces.setdefault(each, {})[step] = flat(models[each])
+        if step == left_at:
+            average(there)
+    return traces
+
+
+@pytest.mark.parametrize("rank", fast_where(lambda rank: rank == 1, range(2)))
+def test_a_signal_to_one_rank_lets_its_whole_group_leave(rank: int) -> None:
+    """In the middle of a round, without a wait: the others take the mean with the parameters of that group."""
+    groups = Groups("LocalSGD(period=7)", 3, steps=9, last_view=1, pause=0.02, notice=4, timeout=20.0)
+    groups.until(1, 1)
+    groups.signal(1, rank)
+    first, leaver, last = (alive(ends) for ends in groups.finish())
+    assert all(list(each.reasons.values()) == ["SIGTERM"] for each in leaver)
+    left_at = max(leaver[0].trace)
+    assert left_at % 4 == 0 and left_at % 7
+    expected = local_sgd(7, 1, left_at, left_at + 9)
+    for number, group in ((0, first), (2, last)):
+        for each in group:
+            assert each.left == leaver[0].reasons and [size for _, size in each.views] == [3, 2]
+            assert max(each.seconds) < 2, "the others do not wait for a timeout"
+            for step, model in expected[number].items():
+                assert each.trace[step] == pytest.approx(model.tolist(), rel=0, abs=1e-6), step
+
+
+@pytest.mark.slow
+def test_where_all_groups_have_notice_all_save_and_new_ones_continue(tmp_path: Path) -> None:
+    groups = Groups("SlowMo(period=3)", 2, steps=1000, pause=0.02, notice=3, folder=tmp_path, timeout=20.0)
+    groups.until(1, 1)
+    for number, rank in ((0, 1), (1, 0)):
+        groups.signal(number, rank)
+    ends = [alive(group) for group in groups.finish()]
+    (left_at,) = {max(rank.trace) for group in ends for rank in group}
+    again = [alive(group) for group in Groups("SlowMo(period=3)", 2, steps=left_at + 6, folder=tmp_path).finish()]
+    whole = [alive(group) for group in Groups("SlowMo(period=3)", 2, steps=left_at + 6).finish()]
+    for group, unbroken in zip(again, whole, strict=True):
+        for rank in group:
+            assert rank.begins == left_at and rank.trace[left_at + 6] == unbroken[0].trace[left_at + 6]
 
 
 def local(number: int, steps: int) -> Tensor:
@@ -193,9 +255,10 @@ def test_what_a_group_cannot_do_is_refused_on_all_its_ranks() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_random_ranks_are_killed_and_the_others_continue_with_one_model() -> None:
+@pytest.mark.parametrize("options", [[], ["--notices"]], ids=str)
+def test_random_ranks_are_killed_and_the_others_continue_with_one_model(options: list[str]) -> None:
     found = subprocess.run(
-        [sys.executable, "-m", "tests.elastic.group_kills", "--kills", "4", "--groups", "3", "--seed", "3"],
+        [sys.executable, "-m", "tests.elastic.group_kills", "--kills", "4", "--groups", "3", "--seed", "3", *options],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

@@ -544,7 +544,8 @@ class Membership:
             PeerLostError: the store cannot be reached.
         """
         assert self.view is not None, "enter() comes first"
-        self._write(f"next/{self.view.epoch + 1}/{self.worker}", asdict(progress))
+        if not self._follows:
+            self._write(f"next/{self.view.epoch + 1}/{self.worker}", asdict(progress))
 
     def _proposal(self, before: View, here: list[str], requests: int | None, donor: str) -> View:
         told = {each: self._read(f"next/{before.epoch + 1}/{each}") for each in here}

@@ -31,7 +31,8 @@ class Notice:
     Its handlers replace those of the process until `close`. Every `every` steps the ranks exchange 8 bytes;
     a step in between costs nothing. The loop decides what follows: all save, and exit with `LEFT_WITH_NOTICE`,
     from which a launcher starts them again; or, under `attach(elastic=True)`, those that were asked `leave`, and the
-    others continue. A second signal after 5 s or more is handled as without this object.
+    others continue. If a worker is a group of ranks, a signal to one of them counts for all of them. A second signal
+    after 5 s or more is handled as without this object.
 
     Attributes:
         received: why this rank has to leave: the name of the signal that it got; None while there is no reason. Set it
@@ -44,8 +45,8 @@ class Notice:
         signals: those that give notice.
 
     Raises:
-        ConfigError: `every` is less than 1, the worker is a group of ranks, or there are signals and this is not the
-            main thread, in which alone Python handles them.
+        ConfigError: `every` is less than 1, or there are signals and this is not the main thread, in which alone Python
+            handles them.
 
     Example:
         >>> import os, signal, tempfile, torch, thinwire
@@ -85,11 +86,6 @@ class Notice:
         self._worker = worker
         views = worker.elastic
         assert views is None or isinstance(views, Elastic | LateRounds)  # the only ones that `attach` can enter
-        if isinstance(views, Elastic) and views.is_group:
-            raise ConfigError(
-                "Notice with elastic=True and a group: a signal may reach some ranks of a group only. Let the group "
-                "end, and start it again: the other groups continue"
-            )
         self._views = views
         self._every = every
         self._asked_at = -1
@@ -113,8 +109,10 @@ class Notice:
         if self.reasons or step % every or step == self._asked_at:
             return bool(self.reasons)
         self._asked_at = step
+        own, views = self.received or "", self._views
+        reason = views.reason(own) if isinstance(views, Elastic) else own
         # Elastic workers ask again where one is lost meanwhile.
-        self.reasons = self._ask() if self._views is None else self._views.together(self._ask, sends=False)
+        self.reasons = self._ask(reason) if views is None else views.together(lambda: self._ask(reason), sends=False)
         return bool(self.reasons)
 
     def leave(self) -> bool:
@@ -162,12 +160,12 @@ class Notice:
         self.reasons = {}
         return False
 
-    def _ask(self) -> dict[int | str, str]:
+    def _ask(self, reason: str) -> dict[int | str, str]:
         worker, device = self._worker, self._worker.replicas[0].x.device
         if self._views is not None and self._views.has_just_joined:
             return {}  # the others have asked after the step before
         internals_of(worker).wait_pending()
-        texts = gather_texts(worker.comm, (self.received or "").encode(), device)
+        texts = gather_texts(worker.comm, reason.encode(), device)
         names: Sequence[int | str] = range(len(texts)) if self._views is None else self._views.peers
         return {name: text.decode() for name, text in zip(names, texts, strict=True) if text}
 

@@ -8,10 +8,16 @@ ranks agree after everything that may fail, before the group registers anything 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 
 from thinwire.core.comm.base import Comm, named
 from thinwire.errors import CommTimeoutError, PeerLostError
+from thinwire.worker.handshake import gather_texts
+
+T = TypeVar("T")
 
 
 class GroupLostError(PeerLostError):
@@ -36,12 +42,23 @@ class Ranks:
         Raises:
             GroupLostError: a rank is lost, or does not answer.
         """
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        return [row.tolist() for row in self._all(lambda: self.comm.all_gather(mine).wait())]
+
+    def texts(self, text: str) -> list[str]:
+        """Return the text of each rank, which all must call.
+
+        Raises:
+            GroupLostError: a rank is lost, or does not answer.
+        """
+        found = self._all(lambda: gather_texts(self.comm, text.encode(), torch.device("cpu")))
+        return [each.decode() for each in found]
+
+    def _all(self, call: Callable[[], T]) -> T:
         try:
-            rows = self.comm.all_gather(torch.tensor(numbers, dtype=torch.int64, device="cpu")).wait()
+            return call()
         except (PeerLostError, CommTimeoutError) as error:
             problem = str(error)
-        else:
-            return [[int(each) for each in row] for row in rows]
         # Outside the handler: a traceback would keep the connections open.
         raise GroupLostError(self.in_words(problem))
 

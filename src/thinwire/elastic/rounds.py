@@ -142,11 +142,6 @@ class Elastic:
         return self._comm
 
     @property
-    def is_group(self) -> bool:
-        """Return True if this worker is a group of ranks."""
-        return self._ranks is not None
-
-    @property
     def joins(self) -> bool:
         """Return True if this worker comes to a run that has begun, and has no state of it yet."""
         return self._size == 0
@@ -245,15 +240,8 @@ class Elastic:
         if problem:
             self._membership.report_failure()  # other ranks of the group may wait for messages in the same view
         step = 0 if self._worker is None else self._worker.step
-        try:
-            rows = ranks.gather(
-                bool(problem), self._done, self._requests, self._timed_out, self._size > 0, self._round, step
-            )
-        except GroupLostError:
-            self._fleet.withdraw()
-            if self._worker is not None:
-                self.close()
-            raise
+        row = bool(problem), self._done, self._requests, self._timed_out, self._size > 0, self._round, step
+        rows = self._in_group(lambda: ranks.gather(*row))
         failed, done, requests, timed_out, ready, *places = zip(*rows, strict=True)
         if len(set(zip(*places, strict=True))) > 1:
             raise MismatchError(
@@ -266,6 +254,16 @@ class Elastic:
         if any(failed) and not problem:
             return f"messages of rank {failed.index(1)} of this group have failed"
         return problem
+
+    def _in_group(self, call: Callable[[], T]) -> T:
+        """Run a call of all ranks of the group; leave the run if one of them is lost."""
+        try:
+            return call()
+        except GroupLostError:
+            self._fleet.withdraw()
+            if self._worker is not None:
+                self.close()
+            raise
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 
@@ -574,6 +572,15 @@ class Elastic:
 
     # -- leaving with notice ---------------------------------------------------------------------------------------
 
+    def reason(self, own: str) -> str:
+        """Return why this worker has to leave; of a group, the reason of the first rank that has one.
+
+        Raises:
+            GroupLostError: a rank of this worker's group is lost.
+        """
+        ranks = self._ranks
+        return own if ranks is None else next(filter(None, self._in_group(lambda: ranks.texts(own))), "")
+
     def release(self, leaving: Mapping[str, str]) -> bool:
         """Release workers that leave gracefully; all call it after the same step. Return True if this one left.
 
@@ -586,9 +593,9 @@ class Elastic:
             return True
         self.round(lambda: self._let_go(leaving), sends=True)
         if self.worker_id in leaving:
-            self._membership.leave(
-                Progress(self._round, self._done, self.worker.step, left=leaving[self.worker_id] or "notice")
-            )
+            left = Progress(self._round, self._done, self.worker.step, left=leaving[self.worker_id] or "notice")
+            # No rank of a group ends before the first one has announced it, or the others would call the group lost.
+            self._attempt(lambda: self._membership.leave(left))
             self.close()
             return True
         # A worker that left the view was lost in between, or was released because of a loss.
