@@ -19,7 +19,8 @@ import thinwire
 from tests.pretend_gpu import GPU, as_over_nccl, host_waits, pretend_gpu
 from thinwire import Comm
 from thinwire.core.comm import base
-from thinwire.core.kernels import reading
+from thinwire.core.kernels import decisions, reading
+from thinwire.methods.strategies.wrappers import paced
 
 pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 # The reads of one step at most: of its gradient, and of the flags of its compressed means with the check of their call.
@@ -36,13 +37,18 @@ RECIPES = [
     ("LocalSGD(period=2, codec=ErrorFeedback(Nearest(bits=4)))", 3),
     ("DiLoCo(period=2, codec=ErrorFeedback(Nearest(bits=4)))", 3),
     ("OverlapLocalSGD(period=2, codec=ErrorFeedback(Nearest(bits=4)))", 4),
+    ("Budget(LocalSGD(period=2, codec=ErrorFeedback(Nearest(bits=4))), '1MB/step')", 3),
+    ("CHOCO()", 2),
+    ("CompressedMomentum(warmup_steps=2)", 3),
+    ("DQSGD()", 3),
+    ("Paced(LocalSGD(period=2))", 3),
 ]
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[str]]:
     """Record the reads of values that the host needs, by thread."""
     reads: dict[int, list[str]] = defaultdict(list)
-    for module in (reading, base):
+    for module in (reading, base, decisions, paced):
         read: Callable[[torch.Tensor], torch.Tensor] = module.read_host
 
         def recorded(x: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor] = read) -> torch.Tensor:
@@ -66,7 +72,12 @@ def test_a_step_waits_for_the_gpu_only_to_know_whether_it_is_taken(
     def work(comm: Comm) -> list[Any]:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(8, 96), torch.nn.Linear(96, 32), torch.nn.Linear(32, 1)).to(GPU)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        freezes = recipe.startswith("CompressedMomentum")
+        optimizer = (
+            thinwire.OneBitAdam(model.parameters(), lr=1e-4)
+            if freezes
+            else torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        )
         thinwire.attach(model, optimizer, recipe, comm=as_over_nccl(comm), bucket_bytes=4096)
         inputs = [torch.full((2, 8), 0.1 * (comm.rank + step % 3 + 1), device=GPU) for step in range(10)]
         mine = reads[threading.get_ident()]

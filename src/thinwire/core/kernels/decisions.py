@@ -54,7 +54,7 @@ def decide(x: Tensor, by: Callable[[], T], *, most: T, least: T) -> T:
 
 def on_host(x: Tensor) -> Tensor:
     """Return a tensor on the CPU, for reading; zeros for a meta tensor."""
-    return torch.zeros(x.shape, dtype=x.dtype, device="cpu") if x.is_meta else x.cpu()
+    return torch.zeros(x.shape, dtype=x.dtype, device="cpu") if x.is_meta else read_host(x)
 
 
 def host_copy(x: Tensor, *, pinned: bool = False, wait: bool = True) -> Tensor:

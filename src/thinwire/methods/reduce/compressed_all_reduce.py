@@ -15,7 +15,7 @@ from thinwire.core.comm.base import Comm
 from thinwire.core.comm.members import Members
 from thinwire.core.comm.pending import PendingMeans, Stages
 from thinwire.core.comm.work import Work
-from thinwire.core.kernels import Flag, as_fp32, both, is_finite
+from thinwire.core.kernels import Flag, as_fp32, both, is_finite, read_flags
 from thinwire.core.kernels.decisions import holds
 from thinwire.core.replica.flat import Segment, cut_out
 from thinwire.errors import CommError, NonFiniteError
@@ -788,20 +788,25 @@ def compressed_exchange(
     header = Header(number, comm.step, finite=finite)
     own_message = seal(payload, header)
 
-    def decode(src: int, message: Tensor) -> Tensor:
-        received, content, problem = unseal(message, header)
+    # This rank decodes its own message too, since its neighbors hold the decoded vector and not `x`.
+    sources = [comm.rank, *peers.src]
+
+    def decode_all(messages: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        messages = [own_message, *messages]
+        opened = unseal_all(messages, header, codec.dtype, lambda place: comm.name(sources[place]))
+        finite, valid = read_flags([opened.finite, opened.valid])
         where = f"{comm.name(comm.rank)}, step {comm.step}, compressed exchange"
-        if problem:
-            raise CommError(f"{where}: the message of {comm.name(src)} {problem}. All ranks must run the same recipe")
-        if not received.finite:
+        if not valid:
+            raise CommError(f"{where}: {opened.problem()}. All ranks must run the same recipe")
+        if not finite:
+            src = next(src for src, each in zip(sources, messages, strict=True) if not unseal(each, header)[0].finite)
             raise NonFiniteError(
                 f"{where}: the parameters of {comm.name(src)} are NaN or infinite. Lower the learning rate"
             )
-        return codec.decode(content.view(codec.dtype), single, worker_key(key, src, comm.size))
-
-    def decode_all(messages: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        # This rank decodes its own message too, since its neighbors hold the decoded vector and not `x`.
-        own = decode(comm.rank, own_message)
-        return own, [decode(src, message) for src, message in zip(peers.src, messages, strict=True)]
+        own, *others = (
+            codec.decode(payload, single, worker_key(key, src, comm.size))
+            for src, payload in zip(sources, opened.payloads, strict=True)
+        )
+        return own, others
 
     return comm.send_recv(own_message, peers.dst, peers.src).then(decode_all)

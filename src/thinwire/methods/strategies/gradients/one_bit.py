@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.core.comm.work import Work
-from thinwire.core.kernels import all_finite
+from thinwire.core.kernels import is_finite, read_flags
 from thinwire.core.kernels.decisions import decide, holds
 from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import check_ranges
@@ -231,7 +231,7 @@ class CompressedMomentum(Strategy):
             _refuse_changes(r, slice(start, start + mean.numel()), samples)
         view = replica_view(r)
         # All entries of a mean that is not finite are NaN, so the first one suffices.
-        if not all_finite(torch.cat([mean[:1] for mean, *_ in means.values()])):
+        if not all(read_flags([is_finite(torch.cat([mean[:1] for mean, *_ in means.values()]))])):
             view.optimizer.skip_next_step()
             r.count("skipped_steps")
             return

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.comm.pending import PendingMeans
+from thinwire.core.kernels.decisions import read_host, to_device
 from thinwire.core.replica.replica import Replica
 from thinwire.errors import CommTimeoutError, ConfigError, PeerLostError
 from thinwire.methods.codecs.base import Codec
@@ -225,12 +226,12 @@ class Paced(Wrapper):
             # Ranks whose loop has ended too early are in another call by now.
             r.comm.check_in_step("the end of a round").wait()
             # On the parameters' device, as NCCL needs it.
-            found = torch.stack(r.comm.all_gather(mine.to(r.x.device)).wait())
+            found = torch.stack(r.comm.all_gather(to_device(mine, r.x.device)).wait())
         except (PeerLostError, CommTimeoutError) as error:
             raise type(error)(f"{error}; {pace_rule(self)}") from error
         if found.is_meta:
             return 1.0
-        rows: list[list[float]] = found.tolist()
+        rows: list[list[float]] = read_host(found).tolist()
         paces = [row[0] for row in rows if row[0]]
         if paces:
             r.state["round_seconds"].fill_(period * min(paces))
