@@ -3,8 +3,8 @@
 
 python -m tests.elastic.group_kills [--kills N] [--groups N] [--recipe TEXT] [--notices] [--seed N]
 
-After each kill the group is started again, and the next kill follows when it trains. With `--notices`, a rank of another
-group gets SIGTERM just before each kill, and that whole group leaves and is started again too. A pause is the longest
+After each kill the group is started again, and the next kill follows when it trains. With `--notices`, a rank of
+another group gets SIGTERM just before each kill, and that group leaves and is started again too. A pause is the longest
 interval between two steps of a surviving group in the 1.5 s after a kill, and while a group joins again. At the end all
 ranks must have one consensus.
 """

@@ -11,14 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import thinwire
 from tests.core.replica.test_shards import momentum, net, whole
-from tests.engine import batch
+from tests.engine import batch, drawn
 from tests.pool import RankProcess, start_processes
 from thinwire.core.comm.rendezvous import host_store, view_store
+from thinwire.core.replica.shards import local
 from thinwire.core.view import View
 from thinwire.elastic.notice import Notice
 
@@ -35,6 +37,7 @@ class Rank:
         agreed: the consensus at the end.
         begins: the step at which it started.
         seconds: the longest step.
+        scales: of the `GradScaler`, after each step.
         left: who left with notice and why, by the ids of groups, as the others saw it.
         reasons: why this rank's group left with notice; empty if it stayed.
     """
@@ -44,6 +47,7 @@ class Rank:
     agreed: list[float] | None = None
     begins: int = 0
     seconds: list[float] = field(default_factory=list[float])
+    scales: dict[int, float] = field(default_factory=dict[int, float])
     left: dict[str, str] = field(default_factory=dict[str, str])
     reasons: dict[int | str, str] = field(default_factory=dict[int | str, str])
 
@@ -78,7 +82,9 @@ class Groups:
             `pause`, how long a step takes at least; `last_view`, after which they take `steps` steps more, instead of
             in all; `ends_by_store`, whether they end at the step that `test/end` in the store has; `traced`, whether
             they keep the model after each step; `timeout`, of waits; `notice`, the steps between messages of a
-            `Notice`; `folder`, where all save if all leave, and from which they continue.
+            `Notice`; `folder`, where all save if all leave, and from which they continue; `overflows`, the (group,
+            rank, step) whose shard of a gradient overflows under a `GradScaler`; `small`, whether the second rank's
+            shard is empty; `where`, how the groups meet, as arguments of `attach` (default: elastic, in this store).
     """
 
     def __init__(self, recipe: str, size: int, *, steps: int, **options: Any) -> None:
@@ -164,23 +170,29 @@ def _train(environment: dict[str, str], number: int, recipe: str, steps: int, op
     if wrong is not None:
         wrong()
     mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),), mesh_dim_names=("shard",))
-    model = net()
+    # All parameters of the small model are on rank 0.
+    model = drawn(torch.nn.Sequential(torch.nn.Linear(3, 1))) if options.get("small") else net()
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = momentum(model)
-    worker = thinwire.attach(model, optimizer, recipe, elastic=True, group=mesh, timeout=options.get("timeout", 10.0))
-    assert worker.elastic is not None
+    overflows: set[tuple[int, int, int]] | None = options.get("overflows")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=overflows is not None)
+    timeout = options.get("timeout", 10.0)
+    where: dict[str, Any] = options.get("where", {"elastic": True})
+    worker = thinwire.attach(model, optimizer, recipe, **where, group=mesh, timeout=timeout, scaler=scaler)
     folder = options.get("folder")
     if folder is not None:
         worker.load(folder, missing_ok=True)
-    end = Rank(begins=worker.step, views=[(worker.view.epoch, worker.size)])
+    end = Rank(begins=worker.step)
 
     def seen(view: View) -> None:
         end.views.append((view.epoch, view.size))
         end.left.update(view.left)
 
-    worker.elastic.on_view.append(seen)
+    if worker.elastic is not None:
+        end.views.append((worker.view.epoch, worker.size))
+        worker.elastic.on_view.append(seen)
     notice = Notice(worker, every=options["notice"]) if "notice" in options else None
     for kill in options.get("kills", ()):
         if (kill.group, kill.rank) == (number, mesh.get_local_rank()):
@@ -192,18 +204,24 @@ def _train(environment: dict[str, str], number: int, recipe: str, steps: int, op
     def ended() -> bool:
         if options.get("ends_by_store"):
             return store.check(["end"]) and worker.step >= int(store.get("end"))
-        if worker.view.epoch < last_view:
-            return False
-        begins = max((each.step for each in worker.view.progress.values()), default=0) if last_view else 0
-        return worker.step >= begins + steps
+        if not last_view:
+            return worker.step >= steps
+        begins = max((each.step for each in worker.view.progress.values()), default=0)
+        return worker.view.epoch >= last_view and worker.step >= begins + steps
 
     with worker:
         while not ended():
             start = time.monotonic()
             x, y = batch(number, worker.step, classes=1)
             optimizer.zero_grad()
-            (model(x) - y).square().mean().backward()
-            optimizer.step()
+            scaler.scale((model(x) - y).square().mean()).backward()
+            if (number, mesh.get_local_rank(), worker.step) in (overflows or ()):
+                grad = next(model.parameters()).grad
+                assert grad is not None
+                local(grad)[0] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+            end.scales[worker.step] = scaler.get_scale()
             end.seconds.append(time.monotonic() - start)
             if traced:
                 end.trace[worker.step] = whole(model).tolist()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,13 @@ RECIPES = ("LocalSGD(period=2)", "SlowMo(period=3)", "DiLoCo(period=3)")
 CODED = "LocalSGD(period=2, codec=ErrorFeedback(Nearest(bits=4)))"
 # Fragments of a shard: other elements than those of the whole model.
 IN_FRAGMENTS = "DiLoCo(period=4, fragments=2)"
+# Messages in flight while the groups take their steps; the models of the groups are equal in no step.
+OVERLAPPED = (
+    "OverlapLocalSGD(period=3)",
+    "OverlapLocalSGD(period=2, delay=1, codec=ErrorFeedback(Nearest(bits=4)))",
+    "CoCoD(period=3)",
+    "DiLoCo(period=4, fragments=2, delay=1, mixing=0.4)",
+)
 
 
 def alive(ended: list[Rank | str]) -> list[Rank]:
@@ -53,11 +60,15 @@ def fixed(recipe: str) -> list[list[float]]:
     return found
 
 
-@pytest.mark.parametrize("recipe", fast_where(lambda recipe: recipe == "SlowMo(period=3)", (*RECIPES, IN_FRAGMENTS)))
+@pytest.mark.parametrize(
+    "recipe",
+    fast_where(lambda recipe: recipe in (RECIPES[1], OVERLAPPED[0]), (*RECIPES, IN_FRAGMENTS, *OVERLAPPED)),
+)
 def test_groups_without_faults_train_as_fixed_ranks_and_as_unsharded_workers(recipe: str) -> None:
     ends = Groups(recipe, 2, steps=7).finish()
     steps = run_processes(4, fixed, recipe)
-    unsharded = None if recipe == IN_FRAGMENTS else expected(parse(recipe), momentum)
+    cut = "fragments" in recipe or "codec" in recipe  # a shard has other fragments and blocks than the whole model
+    unsharded = None if cut else expected(parse(recipe), momentum)
     for number, group in enumerate(ends):
         for rank in alive(group):
             assert [rank.trace[step] for step in range(1, 8)] == steps[2 * number]
@@ -66,6 +77,14 @@ def test_groups_without_faults_train_as_fixed_ranks_and_as_unsharded_workers(rec
                 continue
             assert rank.trace[7] == pytest.approx(unsharded[number][0].tolist(), rel=0, abs=1e-6)
             assert rank.agreed == pytest.approx(unsharded[number][1].tolist(), rel=0, abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["LocalSGD(period=2)", "DiLoCo(period=4, delay=1)", OVERLAPPED[1]])
+def test_a_rank_may_hold_no_part_of_the_model(recipe: str) -> None:
+    ends = [alive(group) for group in Groups(recipe, 2, steps=9, small=True).finish()]
+    assert all(rank.trace == group[0].trace and rank.agreed == ends[0][0].agreed for group in ends for rank in group)
+    assert len(set(map(tuple, ends[0][0].trace.values()))) == 9
 
 
 @pytest.mark.parametrize("rank", fast_where(lambda rank: rank == 0, range(2)))
@@ -84,8 +103,13 @@ def test_a_lost_rank_ends_its_group_and_the_other_group_continues(rank: int) -> 
         assert each.agreed is not None and each.agreed == alive(left)[0].agreed
 
 
-def local_sgd(period: int, leaves: int, left_at: int, steps: int) -> dict[int, dict[int, Tensor]]:
-    """Three unsharded workers, one of which leaves after a step: then the others take the mean with it."""
+def local_sgd(
+    period: int, leaves: int, left_at: int, steps: int, overflows: Collection[tuple[int, int]] = ()
+) -> dict[int, dict[int, Tensor]]:
+    """Three unsharded workers, one of which leaves after a step: then the others take the mean with it.
+
+    Where a (worker, step) overflows, that worker makes no update.
+    """
     models, traces = [net() for _ in range(3)], dict[int, dict[int, Tensor]]()
     optimizers = [momentum(model) for model in models]
 
@@ -101,7 +125,8 @@ def local_sgd(period: int, leaves: int, left_at: int, steps: int) -> dict[int, d
             x, y = batch(each, step - 1, classes=1)
             optimizers[each].zero_grad()
             (models[each](x) - y).square().mean().backward()
-            optimizers[each].step()
+            if (each, step - 1) not in overflows:
+                optimizers[each].step()
         if step % period == 0:
             average(there)
         for each in there:
@@ -128,6 +153,18 @@ def test_a_signal_to_one_rank_lets_its_whole_group_leave(rank: int) -> None:
             assert max(each.seconds) < 2, "the others do not wait for a timeout"
             for step, model in expected[number].items():
                 assert each.trace[step] == pytest.approx(model.tolist(), rel=0, abs=1e-6), step
+
+
+def test_an_overflow_in_one_shard_leaves_the_step_out_in_the_whole_group() -> None:
+    overflows = {(0, 0, 1), (2, 1, 3), (0, 1, 6)}
+    ends = Groups("LocalSGD(period=3)", 3, steps=9, overflows=overflows).finish()
+    expected = local_sgd(3, 3, 9, 9, [(number, step) for number, _, step in overflows])
+    for number, group in enumerate(ends):
+        for rank in alive(group):
+            fell = [step for step in range(2, 10) if rank.scales[step] < rank.scales[step - 1]]
+            assert fell == sorted(step + 1 for each, _, step in overflows if each == number)
+            for step, model in expected[number].items():
+                assert rank.trace[step] == pytest.approx(model.tolist(), rel=0, abs=1e-6), (number, step)
 
 
 @pytest.mark.slow
@@ -180,6 +217,17 @@ def test_no_shard_of_a_round_is_kept_where_another_shard_was_not_averaged() -> N
         assert found == pytest.approx(survivors, rel=0, abs=1e-6)
 
 
+def test_a_mean_in_flight_that_reached_one_shard_only_is_dropped_on_both() -> None:
+    """A rank is lost in the launch after step 4, where the first period ends with a pull to the common start."""
+    kill = Kill(group=1, rank=1, step=4, late=1.0)
+    ends = Groups("OverlapLocalSGD(period=4)", 3, steps=4, kills=(kill,), timeout=20.0).finish()
+    assert isinstance(ends[1][0], str)
+    start = flat(net())
+    survivors = torch.stack([local(number, 4).lerp(start, 0.6) for number in (0, 2)]).mean(0).tolist()
+    for rank in (*alive(ends[0]), *alive(ends[2])):
+        assert rank.trace[4] == pytest.approx(survivors, rel=0, abs=1e-6)
+
+
 @pytest.mark.slow
 def test_ranks_that_decide_alone_would_keep_one_shard_of_a_round() -> None:
     survivors = ((local(0, 2) + local(2, 2)) / 2).tolist()
@@ -190,7 +238,8 @@ def test_ranks_that_decide_alone_would_keep_one_shard_of_a_round() -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe", fast_where(lambda recipe: recipe == "DiLoCo(period=3)", (*RECIPES, CODED, IN_FRAGMENTS))
+    "recipe",
+    fast_where(lambda recipe: recipe in (RECIPES[2], OVERLAPPED[1]), (*RECIPES, CODED, IN_FRAGMENTS, *OVERLAPPED)),
 )
 def test_a_new_group_joins_in_place_of_a_lost_one(recipe: str) -> None:
     groups = Groups(recipe, 2, steps=12, last_view=2, pause=0.02)
@@ -204,7 +253,7 @@ def test_a_new_group_joins_in_place_of_a_lost_one(recipe: str) -> None:
     assert [each.trace for each in new] == [new[0].trace] * 2
     averages = [step for step in new[0].trace if step % parse(recipe).traits.period == 0]  # type: ignore[operator]
     assert new[0].begins > 0 and len(averages) >= 3
-    if recipe == IN_FRAGMENTS:
+    if recipe in (IN_FRAGMENTS, *OVERLAPPED):
         return  # the groups are equal in no step
     assert [new[0].trace[step] for step in averages] == [old[0].trace[step] for step in averages]
 
@@ -223,17 +272,17 @@ def refused(environment: dict[str, str]) -> list[str]:
             thinwire.attach(given, momentum(given), recipe, elastic=True, timeout=5, **settings)
         return str(error.value)
 
-    scaler = torch.amp.GradScaler("cpu")
     return [
         told("LocalSGD(period=2)"),
         told("LocalSGD(period=2)", shards=False, group=mesh),
         told("Gossip()", group=mesh),
         told("Paced(LocalSGD(period=2))", group=mesh),
         told("AllReduce()", group=mesh),
-        told("OverlapLocalSGD(period=2)", group=mesh),
-        told("DiLoCo(period=4, delay=1)", group=mesh),
-        told("LocalSGD(period=2)", group=mesh, scaler=scaler),
+        told("LeaderSGD(period=2)", group=mesh),
         told("LocalSGD(period=2)", group=mesh),
+        told("LocalSGD(period=2)", rendezvous="file:///nowhere"),
+        told("LocalSGD(period=2)", shards=False, group=mesh, rendezvous="file:///nowhere"),
+        told("Gossip()", group=mesh, rendezvous="file:///nowhere"),
     ]
 
 
@@ -244,13 +293,57 @@ def test_what_a_group_cannot_do_is_refused_on_all_its_ranks() -> None:
         "Gossip with elastic=True and a group",
         "Paced with elastic=True and a group",
         "AllReduce with elastic=True and a group",
-        "OverlapLocalSGD with elastic=True and a group",
-        "DiLoCo with elastic=True and a group",
-        "a GradScaler with elastic=True and a group",
+        "LeaderSGD with elastic=True and a group",
         "THINWIRE_STORE is not set",
+        "group=mesh",
+        "no parameter is sharded",
+        "THINWIRE_KEY",
     ]
     for told in run_processes(2, refused, {"THINWIRE_WORKERS": "1"}):
         assert [word in text for word, text in zip(words, told, strict=True)] == [True] * len(words), told
+
+
+# -- over a shared folder ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A rendezvous in a folder, for two groups."""
+    pytest.importorskip("obstore")
+    bucket = pytest.importorskip("thinwire.core.storage.bucket")
+    return {"rendezvous": f"file://{tmp_path}", "workers": 2, "key": bucket.new_key()}
+
+
+@pytest.mark.parametrize("elastic", fast_where(bool, (False, True)))
+def test_groups_that_meet_in_a_folder_train_as_groups_with_connections(where: dict[str, Any], elastic: bool) -> None:
+    over_folder = Groups(RECIPES[1], 2, steps=7, where={**where, "elastic": elastic}).finish()
+    connected = Groups(RECIPES[1], 2, steps=7).finish()
+    for mine, theirs in zip(over_folder, connected, strict=True):
+        for rank, other in zip(alive(mine), alive(theirs), strict=True):
+            assert rank.trace == other.trace and rank.agreed == other.agreed
+
+
+def test_a_group_that_met_the_others_in_a_folder_is_replaced(where: dict[str, Any]) -> None:
+    groups = Groups(
+        "DiLoCo(period=3)", 2, steps=12, last_view=2, pause=0.02, where={**where, "elastic": True}, timeout=20.0
+    )
+    groups.until(1, 4)
+    groups.kill(0, 1)
+    groups.start()
+    _, *ends = groups.finish(seconds=90.0)
+    old, new = (alive(group) for group in ends)
+    assert new[0].begins > 0
+    for each in (*old, *new):
+        assert each.views[-1][1] == 2 and each.agreed is not None and each.agreed == old[0].agreed
+
+
+def test_a_lost_rank_ends_all_groups_of_a_fixed_run_in_a_folder(where: dict[str, Any]) -> None:
+    groups = Groups("LocalSGD(period=2)", 2, steps=1 << 30, pause=0.02, where=where, timeout=20.0)
+    groups.until(1, 4)
+    groups.kill(0, 1)
+    told = [each for group in groups.finish() for each in group]
+    assert all(isinstance(each, str) for each in told)
+    assert any("rank 0" in str(each) for each in told), told
 
 
 @pytest.mark.slow

@@ -218,7 +218,7 @@ def test_settings_that_a_bucket_cannot_carry_are_refused() -> None:
         attach(model, optimizer, "LocalSGD()", rendezvous=url, find_unused=True)
     with pytest.raises(ConfigError, match="strategy='auto' with rendezvous"):
         attach(model, optimizer, "auto", rendezvous=url)
-    with pytest.raises(ConfigError, match="rendezvous with a group, a comm"):
+    with pytest.raises(ConfigError, match="rendezvous with a comm, a mesh"):
         run_threads(1, lambda comm: attach(model, optimizer, "LocalSGD()", rendezvous=url, comm=comm))
     with pytest.raises(ConfigError, match=r"workers=0: must be at least 1"):
         attach(model, optimizer, "LocalSGD()", rendezvous=url, workers=0)

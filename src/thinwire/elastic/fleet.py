@@ -117,15 +117,11 @@ def fleet_from_environment(
         ConfigError: no store outlives the workers, or a variable is not a number.
         CommTimeoutError: the store cannot be reached.
     """
-    if group is not None and group.check_device.type != "cpu":
-        raise ConfigError(
-            f"elastic=True with a group over {group.check_device.type} only: its ranks exchange CPU tensors. "
-            "Start it with init_process_group('cpu:gloo,cuda:nccl')"
-        )
     if group is None:
         size = _number("THINWIRE_WORKERS", _number("WORLD_SIZE", 1))
         rank = _number("THINWIRE_RANK", _number("RANK", 0))
     else:
+        _check_ranks_of(group)
         size = _number("THINWIRE_WORKERS", 1)
         rank = _number("THINWIRE_RANK", 0) if "THINWIRE_RANK" in os.environ else None
         if store is None and "THINWIRE_STORE" not in os.environ:
@@ -160,6 +156,14 @@ def fleet_from_environment(
     return Fleet(membership, connector, rank, size, (run, before), ranks=Ranks(group, worker))
 
 
+def _check_ranks_of(group: Comm) -> None:
+    if group.check_device.type != "cpu":
+        raise ConfigError(
+            f"a worker that is a group over {group.check_device.type} only: its ranks exchange CPU tensors. Start it "
+            "with init_process_group('cpu:gloo,cuda:nccl')"
+        )
+
+
 def _same_in_group(group: Comm, worker: str, settings: Mapping[str, object]) -> tuple[str, str]:
     """Return the id that the first rank of a group has drawn for all, and the locations of all their processes.
 
@@ -185,6 +189,7 @@ def fleet_in_bucket(
     workers: int | None = None,
     elastic: bool | ElasticOptions = False,
     timeout: float = 60.0,
+    group: Comm | None = None,
 ) -> tuple[Fleet, bool]:
     """Make the entry of this process into the run at a URL of an object store or a shared folder.
 
@@ -195,6 +200,7 @@ def fleet_in_bucket(
             run is elastic and starts with one worker.
         elastic: whether the run continues without lost workers, and lets further workers join; or `LateMerging`.
         timeout: the limit for answers of the store and the other workers, in seconds.
+        group: the ranks of this worker, if it is a group.
 
     Returns:
         The entry, and whether the run is fixed: it has these workers from start to end.
@@ -211,20 +217,36 @@ def fleet_in_bucket(
     if rank >= size:
         raise ConfigError(f"THINWIRE_RANK={rank} of {size} workers: must lie in 0..{size - 1}")
     late = elastic if isinstance(elastic, LateMerging) else None
+    part, ranks = "", None
+    told: dict[str, Any] = {}  # of a group, for its membership
+    worker = f"{'w' if rank < 0 else rank}-{secrets.token_hex(4)}"
+    if group is not None and group.size > 1:
+        _check_ranks_of(group)
+        worker, row = _same_in_group(group, worker, {"rendezvous": url, "workers": size, "THINWIRE_RANK": rank})
+        part = f"/{group.rank}" if group.rank else ""
+        if not fixed:
+            ranks, told = Ranks(group, worker), {"rank": group.rank, "row": row}
+        elif rank < 0:
+            raise ConfigError(
+                f"{size} groups with rendezvous: THINWIRE_RANK is not set. All ranks of a group need the number of the "
+                f"group. Set it to a number from 0 to {size - 1}"
+            )
     bucket = Bucket.open(url, key=key, timeout=timeout)
     # A process may attach several models, one after the other; each is a separate run. In memory, workers are threads.
     before = _entered[url]
     _entered[url] += not url.startswith("memory:")
     remote = not url.startswith(("file:", "memory:"))
     membership = Membership(
-        BucketStore(bucket, str(before)),
-        f"{'w' if rank < 0 else rank}-{secrets.token_hex(4)}",
+        # The ranks of a fixed run's groups are as many fixed runs: a loss in one of them ends its group, and so all.
+        BucketStore(bucket, f"{before}{part}" if fixed else str(before)),
+        worker,
         timeout=timeout,
         beat_seconds=BEAT_SECONDS if remote else 1.0,
         poll_seconds=0.2 if remote else 0.02,
         fixed=fixed,
         connected=False,
         meets=late is None,
+        **told,
     )
 
     def members() -> str:
@@ -232,7 +254,7 @@ def fleet_in_bucket(
         return "" if membership.view is None else " ".join(membership.view.members)
 
     atexit.register(_close_at_exit, weakref.ref(membership), os.getpid())
-    connector = BucketConnector(bucket, f"{before}/calls", members)
+    connector = BucketConnector(bucket, f"{before}/calls{part}", members)
     objects = BucketObjects(bucket, str(before), timeout=timeout)
     fleet = Fleet(
         membership,
@@ -243,6 +265,7 @@ def fleet_in_bucket(
         bucket.seconds,
         objects,
         late,
+        ranks,
     )
     return fleet, fixed
 

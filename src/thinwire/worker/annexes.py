@@ -161,7 +161,14 @@ class OpenRun(Protocol):
     """Opens a run in a bucket; returns this worker's entry, and whether the run is fixed."""
 
     def __call__(
-        self, url: str, *, key: str | None, workers: int | None, elastic: bool | ElasticOptions, timeout: float
+        self,
+        url: str,
+        *,
+        key: str | None,
+        workers: int | None,
+        elastic: bool | ElasticOptions,
+        timeout: float,
+        group: Comm | None,
     ) -> tuple[Fleet, bool]:
         """Open the run at a URL."""
         ...
@@ -210,7 +217,13 @@ def enter_run(elastic: Literal[True] | Fleet | ElasticOptions, timeout: float, g
 
 
 def open_run(
-    url: str, *, key: str | None, workers: int | None, elastic: bool | ElasticOptions, timeout: float
+    url: str,
+    *,
+    key: str | None,
+    workers: int | None,
+    elastic: bool | ElasticOptions,
+    timeout: float,
+    group: Comm | None,
 ) -> tuple[Fleet, bool]:
     """Open the run at the URL of a bucket; returns this worker's entry, and whether the run is fixed.
 
@@ -219,4 +232,4 @@ def open_run(
         CommError: the store cannot be reached.
     """
     opener: OpenRun = _registered["open_run"]()
-    return opener(url, key=key, workers=workers, elastic=elastic, timeout=timeout)
+    return opener(url, key=key, workers=workers, elastic=elastic, timeout=timeout, group=group)

@@ -30,8 +30,8 @@ from thinwire.worker.compatibility import (
     check_closures,
     check_compatible,
     check_elastic,
-    check_elastic_group,
     check_global_batch,
+    check_group,
     check_mesh,
     check_policy,
     check_skipped_steps,
@@ -90,7 +90,7 @@ def attach(
         group: the ranks that train together: a process group, or one dimension of a DeviceMesh; default all. Where
             there is no process group yet, it is made from the variables that torchrun sets (with NCCL for parameters on
             CUDA, otherwise Gloo), and destroyed when the process ends.
-            With `elastic=True`, the ranks of this one worker, which hold the shards of one model.
+            With `elastic=True` or `rendezvous`, the ranks of this one worker, which hold the shards of one model.
         comm: the ranks as a Comm, instead of `group` (threads, simulation).
         mesh: for a model split by `parallelize_2d`, the ranks of all its copies; instead of `group`.
         init: "broadcast" starts every rank from rank 0's parameters and buffers; "own" keeps each rank's, and refuses
@@ -160,13 +160,18 @@ def attach(
     elsewhere = (group, comm, mesh, None if isinstance(elastic, bool | ElasticOptions) else elastic)
     connected = any(other is not None for other in elsewhere)
     url = rendezvous or ("" if connected else os.environ.get(_RENDEZVOUS, ""))
+    grouped, own_ranks = group is not None, None
+    if url or elastic:
+        check_group(named, elastic, grouped=grouped)
     if url:
-        check_bucket(named, elsewhere, automatic=automatic, scaled=scaled, find_unused=find_unused)
-        fleet, is_fixed = open_run(url, key=key, workers=workers, elastic=options or bool(elastic), timeout=timeout)
+        check_bucket(elsewhere[1:], automatic=automatic, scaled=scaled, find_unused=find_unused)
+        own_ranks = _ranks_of(group, timeout)
+        asked = options or bool(elastic)
+        fleet, is_fixed = open_run(url, key=key, workers=workers, elastic=asked, timeout=timeout, group=own_ranks)
         try:
             check_carried(strategy, fleet.request_seconds)
             if not is_fixed:
-                check_elastic(strategy, optimizer, named, (), scaled=scaled, find_unused=find_unused)
+                check_elastic(strategy, optimizer, (), scaled=scaled, find_unused=find_unused, grouped=grouped)
         except ConfigError as error:
             fleet.withdraw()
             hint = "" if elastic or is_fixed else ". Without a number of workers a run is elastic: give workers=N"
@@ -186,10 +191,9 @@ def attach(
             )
         check_new(named, optimizer)
         if not url:
-            check_elastic(strategy, optimizer, named, (comm, mesh), scaled=scaled, find_unused=find_unused)
-            check_elastic_group(strategy, optimizer, named, elastic, grouped=group is not None, scaled=scaled)
-        # Ranks of a group wait for those that wait for other groups.
-        own_ranks = None if group is None else comm_for(group, timeout=2 * timeout)
+            others = comm, mesh
+            check_elastic(strategy, optimizer, others, scaled=scaled, find_unused=find_unused, grouped=grouped)
+            own_ranks = _ranks_of(group, timeout)
         views = enter_run(elastic, timeout, own_ranks)
         comm = views.comm
     with _leaving_on_failure(views) as on_failure:
@@ -275,6 +279,11 @@ def attach(
             comm.reporter = state.account.times
             state.undo.callback(setattr, comm, "reporter", None)
         return worker
+
+
+def _ranks_of(group: Group, timeout: float) -> Comm | None:
+    """Return the ranks of this worker, if it is a group; they wait for those that wait for other groups."""
+    return None if group is None else comm_for(group, timeout=2 * timeout)
 
 
 @contextmanager

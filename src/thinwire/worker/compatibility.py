@@ -242,9 +242,7 @@ def _is_local(traits: Traits) -> bool:
     return traits.rounds.local and traits.period is None and not traits.rounds.ends
 
 
-def check_bucket(
-    parameters: Mapping[str, Tensor], others: Sequence[object], *, automatic: bool, scaled: bool, find_unused: bool
-) -> None:
+def check_bucket(others: Sequence[object], *, automatic: bool, scaled: bool, find_unused: bool) -> None:
     """Refuse settings of `attach` that cannot be combined with `rendezvous`.
 
     Raises:
@@ -252,17 +250,12 @@ def check_bucket(
     """
     if any(other is not None for other in others):
         raise ConfigError(
-            "rendezvous with a group, a comm, a mesh or a Fleet: these connect the workers already. Leave one of the "
-            "two out"
+            "rendezvous with a comm, a mesh or a Fleet: these connect the workers already. Leave one of the two out"
         )
     if automatic:
         raise ConfigError(
             "strategy='auto' with rendezvous: no links between workers exist that could be measured. Name a strategy "
             "with rounds, such as DiLoCo(period=100)"
-        )
-    if any(is_sharded(p) for p in parameters.values()):
-        raise ConfigError(
-            "rendezvous with sharded parameters: every worker must hold the whole model. Leave out fully_shard"
         )
     if scaled:
         raise ConfigError(
@@ -297,11 +290,11 @@ def check_global_batch(strategy: Strategy, global_batch: int) -> None:
 def check_elastic(
     strategy: Strategy,
     optimizer: Optimizer,
-    parameters: Mapping[str, Tensor],
     others: Sequence[object],
     *,
     scaled: bool,
     find_unused: bool,
+    grouped: bool,
 ) -> None:
     """Check, before any message is sent, that the run could continue after the loss of a worker.
 
@@ -325,50 +318,47 @@ def check_elastic(
             "step, so all workers would have to skip the same steps. Train in bfloat16, which needs no scaler, or use "
             "AllReduce() or LocalSGD()"
         )
+    if grouped:
+        check_elastic_group(strategy, optimizer)
 
 
-def check_elastic_group(
-    strategy: Strategy,
-    optimizer: Optimizer,
-    parameters: Mapping[str, Tensor],
-    elastic: object,
-    *,
-    grouped: bool,
-    scaled: bool,
-) -> None:
-    """Check that an elastic worker holds a whole model, alone or as a group of ranks that can act as one.
+def check_group(parameters: Mapping[str, Tensor], elastic: object, *, grouped: bool) -> None:
+    """Check that a worker of an elastic run or of a bucket holds a whole model, alone or as a group of ranks.
 
     Raises:
         ConfigError: with the reason and what to use instead.
     """
     sharded = next((name for name, p in parameters.items() if is_sharded(p)), None)
-    if not grouped:
-        if sharded is not None:
-            raise ConfigError(
-                f"elastic=True with a sharded parameter: {sharded}. Each worker must hold the whole model. Give the "
-                'ranks that hold the shards of one model as group, such as group=mesh["shard"]'
-            )
-        return
-    if elastic is not True:
+    if sharded is not None and not grouped:
+        raise ConfigError(
+            f"elastic or rendezvous with a sharded parameter: {sharded}. Each worker must hold the whole model. Give "
+            'the ranks that hold the shards of one model as group, such as group=mesh["shard"]'
+        )
+    if grouped and not isinstance(elastic, bool):
         raise ConfigError(
             f"elastic={elastic!r} with a group: a group of ranks needs elastic=True. Leave out one of them"
         )
-    if sharded is None:
+    if grouped and sharded is None:
         raise ConfigError(
-            "elastic=True with a group: no parameter is sharded. The group is the ranks that hold the shards of one "
-            "model. Leave it out where each process holds the whole model"
+            "elastic or rendezvous with a group: no parameter is sharded. The group is the ranks that hold the shards "
+            "of one model. Leave it out where each process holds the whole model"
         )
+
+
+def check_elastic_group(strategy: Strategy, optimizer: Optimizer) -> None:
+    """Check that the ranks of a group can act as one elastic worker.
+
+    Raises:
+        ConfigError: with the reason and what to use instead.
+    """
     here = "with elastic=True and a group"
-    if scaled:
-        raise ConfigError(
-            f"a GradScaler {here}: ranks of a group would skip different steps. Train in bfloat16, which needs none"
-        )
     for each in nested(strategy):
         # Others may decide by themselves when to send, by times or by the values of a shard, which differ in a group.
-        if not each.traits.rounds.local:
+        if not (each.traits.rounds.local or each.traits.rounds.postpones):
             raise ConfigError(
-                f"{type(each).__name__} {here}: only rounds of local steps that end with an average can be repeated. "
-                "Use LocalSGD(period=8), SlowMo(period=12) or DiLoCo(period=100)"
+                f"{type(each).__name__} {here}: the ranks of a group can only repeat means at fixed steps, between "
+                "which each group trains locally. Use LocalSGD(period=8), SlowMo(period=12), OverlapLocalSGD(period=8) "
+                "or DiLoCo(period=100)"
             )
     if getattr(optimizer, "needs_whole_tensors", False):
         raise ConfigError(

@@ -440,7 +440,8 @@ def _skipping_own(worker: WorkerState, step: Callable[..., Any]) -> Callable[...
     """Let a step whose gradient overflows on this rank count as one without an update.
 
     Elastic workers that train locally send nothing between their rounds, which are counted in steps. A step that one of
-    them left out would leave it behind the others.
+    them left out would leave it behind the others. If a worker is a group of ranks, torch has told all of them of an
+    overflow in any shard when it unscaled the gradients.
     """
 
     def step_without_overflow(optimizer: Optimizer, state: dict[str, Any], *rest: Any, **named: Any) -> Any:

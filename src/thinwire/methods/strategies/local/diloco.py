@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thinwire.core.comm.work import Work
+from thinwire.core.comm.work import Work, completed
 from thinwire.core.replica.flat import Segment
 from thinwire.core.replica.moments import average_due_, check_periods
 from thinwire.core.replica.replica import Replica
@@ -349,10 +349,12 @@ class DiLoCo(OuterStep):
 
     def _send(self, r: Replica, where: Placement) -> None:
         """Launch the average of the workers' current parameters."""
-        if r.x.numel() and not self._averages_in_place and not r.postponed:
+        if not self._averages_in_place and not r.postponed:
             if self.carry != "off":
                 r.state["launched"].copy_(r.x)
-            r.launch("average", self._mean(r, where).then(lambda mean: [mean]))
+            # Ranks with an empty shard wait at the same steps as those with the other shards.
+            mean = self._mean(r, where) if r.x.numel() else completed(r.x.clone())
+            r.launch("average", mean.then(lambda mean: [mean]))
 
     def _mean(self, r: Replica, where: Placement) -> Work[Tensor]:
         if self.outliers != "keep":
