@@ -44,7 +44,7 @@ from typing import Any
 
 from benchmarks.published.results import RESULTS
 from reproductions.shared.charts import Panel, lines
-from thinwire.elastic.closing import Closer, CloseRule, Contribution, discount
+from thinwire.elastic.closing import Closer, CloseRule, Contribution, Phase, discount
 from thinwire.elastic.patience import Patience
 from thinwire.lab.report.picture import write_svg
 
@@ -131,19 +131,24 @@ def work(
     events: list[tuple[float, int, str, str, int, int]] = []
     joining = set[str]()  # at the end of the open round
     opened, useful, effective, numbers = 0.0, 0.0, 0.0, count()
+    starts, tokens = dict.fromkeys(names, 0.0), dict.fromkeys(names, 1.0)
+    phases = {name: Phase(storm.steps) for name in names}
 
     def push(at: float, kind: str, name: str = "", life: int = 0, started: int = 0) -> None:
         heapq.heappush(events, (at, next(numbers), kind, name, life, started))
 
-    def start(name: str, now: float) -> None:
+    def start(name: str, now: float, missed: int = 0) -> None:
         share = storm.alone if len(alive) < storm.workers else 1.0
-        took = storm.round_seconds * share * (1 + _SPREAD * draw.random())
+        tokens[name], starts[name] = 1 - missed / storm.steps, now
+        took = tokens[name] * storm.round_seconds * share * (1 + _SPREAD * draw.random())
         push(now + took, "done", name, lives[name], closer.round)
 
     def join(name: str, now: float) -> None:
         if late or not closer.workers & alive - {name}:
             closer.join(name)
-            start(name, now)
+            phases[name] = Phase(storm.steps)
+            interval = next((each.interval for each in phases.values() if each.interval), None)
+            start(name, now, phases[name].join(elapsed=now - opened, interval=interval) if late else 0)
         else:
             closer.lose(name)
             joining.add(name)
@@ -185,11 +190,13 @@ def work(
                 # A round has closed without it: it gets the state of the others, and its work is lost.
                 join(name, now)
             else:
-                closer.arrive(Contribution(started, name, 1.0), storm.round_seconds)
+                closer.arrive(Contribution(started, name, tokens[name]), storm.round_seconds * tokens[name], now)
+                phases[name].record_step(storm.round_seconds / storm.steps)
                 if started == closer.round:
                     idle.add(name)
                 else:
-                    start(name, now)
+                    closed = closer.round - started
+                    start(name, now, phases[name].end(seconds=now - starts[name], rounds=closed, in_time=False))
         elif kind == "patience" and started == closer.round and not late and idle:
             for each in closer.missing():
                 if each in frozen:
@@ -205,10 +212,14 @@ def work(
             closer.apply(closing, now)
             patience.record(now - opened)
             opened = now
-            useful += len(closing.contributions)
-            effective += sum(discount(closing.round - each.started, "discounted") for each in closing.contributions)
+            useful += sum(each.tokens for each in closing.contributions)
+            effective += sum(
+                each.tokens * discount(closing.round - each.started, "discounted") for each in closing.contributions
+            )
             for each in sorted(joining):
                 closer.join(each)
+            for each in sorted(idle):
+                phases[each].end(seconds=now - starts[each], rounds=1, in_time=True)
             for each in sorted(idle | joining):
                 start(each, now)
             idle.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from tests.oracles.late import replay
 from tests.rules import refusals
-from thinwire.elastic.closing import Closer, CloseRule, Closing, Contribution, discount, owner
+from thinwire.elastic.closing import Closer, CloseRule, Closing, Contribution, Phase, discount, owner
 from thinwire.planning.plan.late import Fleet, simulate
 
 
@@ -127,7 +128,7 @@ def test_a_round_waits_for_its_quorum_and_then_for_the_usual_time() -> None:
     closer.arrive(Contribution(3, "a", 1.0), seconds=1.0)
     assert closer.seconds_to_wait(3.5) is None  # one of four
     closer.arrive(Contribution(3, "b", 1.0), seconds=1.0)
-    assert closer.seconds_to_wait(4.0) == pytest.approx(0.15)  # 1.15 seconds from the last closing
+    assert closer.seconds_to_wait(4.0) == pytest.approx(0.02)  # 1.02 seconds from the last closing
     assert closer.propose(now=4.0) is None
     assert closer.propose(now=4.25) == Closing(3, (Contribution(3, "a", 1.0), Contribution(3, "b", 1.0)))
     closer.arrive(Contribution(3, "c", 1.0), seconds=1.0)
@@ -236,3 +237,44 @@ def test_a_round_takes_only_work_on_its_fragment() -> None:
     assert [each.age(5) for each in late.contributions] == [2, 0]
     assert late.weights()[early] == pytest.approx(3**-0.5 / (1 + 3**-0.5))
     assert Closing.read(5, late.content()) == late
+
+
+def test_a_worker_that_was_late_once_is_in_time_again() -> None:
+    fleets = [Fleet([1.0] * 12, stop_seconds=20.0, seed=seed) for seed in range(4)]
+    assert max(simulate(fleet, CloseRule(), rounds=200).mean_age for fleet in fleets) < 0.1
+
+
+def test_a_worker_that_is_slow_by_itself_takes_whole_rounds() -> None:
+    phase = Phase(16)
+    phase.record_step(1.0)
+    assert [phase.end(seconds=20.0, rounds=1, in_time=True) for _ in range(8)] == [0] * 8
+    for _ in range(8):
+        phase.record_step(2.0)
+    assert phase.end(seconds=32.0, rounds=1, in_time=False) == 0
+    phase.record_step(1.0)
+    assert phase.end(seconds=24.0, rounds=1, in_time=False) == 12  # 12 of 20 seconds before, and 4 more
+    assert phase.end(seconds=23.0, rounds=1, in_time=False) == 0  # too few steps are left
+    assert phase.end(seconds=20.0, rounds=1, in_time=True) == 0
+
+
+def test_a_worker_that_joins_in_the_middle_of_a_round_ends_it_with_the_others() -> None:
+    assert Phase(16).join(elapsed=5.0, interval=20.0) == 4
+    assert Phase(16).join(elapsed=5.0, interval=None) == 0
+
+
+def test_the_grace_window_has_room_for_transfers_and_for_rounds_that_vary() -> None:
+    def window(durations: Sequence[float], late: float) -> float:
+        closer = Closer(CloseRule(quorum=0.5), "a", ["a", "b"], now=0.0)
+        for number, seconds in enumerate(durations):
+            for name in "ab":
+                closer.arrive(Contribution(number, name, 1.0), seconds, 10.0 * number + seconds + late)
+            closer.apply(Closing(number, tuple(sorted(closer.waiting.values()))), 10.0 * (number + 1))
+        closer.arrive(Contribution(len(durations), "a", 1.0), seconds=1.0)
+        found = closer.seconds_to_wait(10.0 * len(durations))
+        assert found is not None
+        return found
+
+    assert window([1.0] * 8, 0.0) == pytest.approx(1.02)
+    assert window([1.0] * 8, 0.5) == pytest.approx(1.53)
+    assert window([0.9, 1.1] * 4, 0.0) == pytest.approx(1.3)
+    assert window([0.5, 1.5] * 4, 0.0) == pytest.approx(1.5)

@@ -23,7 +23,7 @@ pytest.importorskip("obstore")
 pytest.importorskip("cryptography")
 
 from tests.buckets import Process
-from tests.elastic.test_late import LONG, PERIOD, RATE, START, Model, arrivals, gradient, name_of, nesterov
+from tests.elastic.test_late import LONG, PERIOD, RATE, START, Model, arrivals, gradient, name_of, nesterov, samples
 from tests.oracles.late import train
 from thinwire import (
     CheckpointError,
@@ -99,7 +99,7 @@ def work_all(
             own = int(extra.get("own", {}).get(str(name), 0))
             while not until(name, own, worker.step):
                 model.x.grad = gradient(name, own, model.x.detach())
-                worker.record_batch(1 + name)
+                worker.record_batch(samples(name))
                 time.sleep(pause(name, own))
                 if leaves and name not in leaves and own in leaves.values():
                     assert left.wait(30)
@@ -198,7 +198,7 @@ def test_a_loaded_run_equals_the_oracle(tmp_path: Path) -> None:
             gradient,
             START,
             arrivals(log[: each.round]),
-            period=PERIOD,
+            samples=samples,
             rate=RATE,
             outer=nesterov(),
             exponent=0.5,
@@ -212,7 +212,7 @@ def test_more_workers_start_at_the_newest_round(tmp_path: Path, caplog: pytest.L
     after = work_all(3, strategy, late, lambda name, own, step: step >= 3 * PERIOD, folder=tmp_path, load=True)
     log = log_of(before, after)
     assert [each.worker for each in log[1].contributions] == ["0", "1", "2"]
-    expected = train(gradient, START, arrivals(log), period=PERIOD, rate=RATE, outer=nesterov(), exponent=0.5)
+    expected = train(gradient, START, arrivals(log), samples=samples, rate=RATE, outer=nesterov(), exponent=0.5)
     for each in after:
         assert torch.allclose(each.x, expected, atol=1e-10)
     assert sum("worker 2 starts at the parameters of round 1" in each.message for each in caplog.records) == 1
@@ -224,7 +224,7 @@ def test_fewer_workers_drop_an_unfinished_round(tmp_path: Path, caplog: pytest.L
     after = work_all(2, strategy, late, lambda name, own, step: step >= 3 * PERIOD, folder=tmp_path, load=True)
     log = log_of(before, after)
     assert [each.worker for each in log[1].contributions] == ["0", "1"]
-    expected = train(gradient, START, arrivals(log), period=PERIOD, rate=RATE, outer=nesterov(), exponent=0.5)
+    expected = train(gradient, START, arrivals(log), samples=samples, rate=RATE, outer=nesterov(), exponent=0.5)
     for each in after:
         assert torch.allclose(each.x, expected, atol=1e-10)
     assert any("the checkpoint of worker 2 is not continued" in x.message for x in caplog.records)
@@ -310,7 +310,7 @@ def train_process(outbox: Any, settings: dict[str, Any], folder: Path, stop: Pat
     outbox.send((name, worker.step))
     while worker.step < steps and not stop.exists():
         model.x.grad = gradient(name, own, model.x.detach())
-        worker.record_batch(1 + name)
+        worker.record_batch(samples(name))
         time.sleep(0.05 if name == 1 else 0.005)
         optimizer.step()
         own += 1
@@ -348,7 +348,9 @@ def test_processes_save_into_one_folder_and_continue_from_it(tmp_path: Path) -> 
     log = tuple(Closing.read(number, closed[number]) for number in range(len(closed)))
     assert len(log) >= 12 and any(each.age(closing.round) for closing in log for each in closing.contributions)
     for end, x in points.items():
-        expected = train(gradient, START, arrivals(log[:end]), period=PERIOD, rate=RATE, outer=nesterov(), exponent=0.5)
+        expected = train(
+            gradient, START, arrivals(log[:end]), samples=samples, rate=RATE, outer=nesterov(), exponent=0.5
+        )
         assert torch.allclose(torch.tensor(x, dtype=torch.float64), expected, atol=1e-10)
 
 

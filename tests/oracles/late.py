@@ -56,7 +56,7 @@ def train(
     start: Tensor,
     log: Sequence[Sequence[Arrival]],
     *,
-    period: int,
+    samples: Callable[[int], float],
     rate: float,
     outer: Callable[[Tensor, Tensor], Tensor],
     exponent: float | None,
@@ -70,7 +70,7 @@ def train(
         gradient: of a worker.
         start: the first point.
         log: what each round takes.
-        period: steps of a round.
+        samples: of one step of a worker.
         rate: of the local steps.
         outer: the next point from a point and the mean displacement of its round.
         exponent: of one plus the age, in the discount; None drops late work.
@@ -87,15 +87,15 @@ def train(
             steps[worker] = steps.get(worker, 0) + 1
         return x
 
-    def message(worker: int, started: int) -> Tensor:
-        x = points[started]
+    def message(worker: int, started: int, tokens: float) -> Tensor:
+        x, count = points[started], round(tokens / samples(worker))
         if carry != "off" and worker in after:
             before, kept = after[worker]
             change = points[started] - points[before]
             if carry == "adaptive":
                 kept = kept * torch.nn.functional.cosine_similarity(kept, change, dim=0).clamp(min=0)
-            x = x + kept
-        sent = descend(worker, x, period - delay)
+            x, count = x + kept, count - delay
+        sent = descend(worker, x, count)
         after[worker] = started, descend(worker, sent, delay) - sent
         found = sent - points[started] + errors.get(worker, torch.zeros_like(start))
         if code is None:
@@ -106,7 +106,7 @@ def train(
     for number, arrivals in enumerate(log):
         total, weight = torch.zeros_like(start), 0.0
         for worker, started, tokens in sorted(arrivals, key=lambda each: (each[1], each[0])):
-            found = message(worker, started)
+            found = message(worker, started, tokens)
             age = number - started
             share = tokens * (0.0 if age and exponent is None else (1 + age) ** -(exponent or 0.0))
             total, weight = total + share * found, weight + share

@@ -30,7 +30,11 @@ LateRule = Literal["off", "discounted", "full"]
 _DURATIONS = 8  # of each worker, the latest
 _LEAST_DURATIONS = 4  # of all workers
 _REMEMBERED = 1000  # rounds for which taken contributions are kept
-SLACK = 0.15  # of the median duration, the least grace window; `python -m benchmarks.closing` has chosen it
+# The grace window adds at least this fraction of the median duration, and so many deviations of a worker's own
+# durations up to another fraction. `python -m benchmarks.closing --slack` has chosen the first two.
+SLACK, SPREADS, _MOST_SLACK = 0.02, 3.0, 0.5
+_INTERVALS = 8
+_LEAST_ROUND = 0.1  # of a period
 _DISCOUNT = 0.5  # the exponent of the age, as in the paper's experiments
 
 
@@ -45,8 +49,9 @@ class CloseRule:
         quorum: the fraction of the present workers that a round needs, at least one worker.
         tokens: the tokens that a round needs; 0 for any number.
         deviations: the grace window: the round stays open until the median duration of a contribution plus so many
-            median absolute deviations, and at least 1.15 medians, since the last closing. It closes sooner when all
-            workers have arrived that usually take no longer than this.
+            median absolute deviations, since the last closing. Of the median it adds at least 2 %, and more if the
+            rounds of single workers vary. It closes sooner when all workers have arrived that usually take no longer
+            than this.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -197,17 +202,21 @@ class Closer:
         # The last closing of each fragment, that of the open round first.
         self._opened = deque([now] * fragments, maxlen=fragments)
 
-    def arrive(self, contribution: Contribution, seconds: float) -> None:
+    def arrive(self, contribution: Contribution, seconds: float, now: float | None = None) -> None:
         """Record a contribution, in time or late; a repeated message changes nothing.
 
         Args:
             contribution: of any worker, also of one that was lost since.
             seconds: how long its worker took for it.
+            now: the time; with it, what was started in the open round took at least the time since the last closing,
+                and so the window has room for transfers too.
         """
         key = contribution.worker, contribution.started
         if key in self.waiting or key in self._taken or contribution.started <= self.round - _REMEMBERED:
             return
         self.waiting[key] = contribution
+        if now is not None and contribution.started == self.round:
+            seconds = max(seconds, self.seconds_open(now))
         self._durations.setdefault(contribution.worker, deque(maxlen=_DURATIONS)).append(seconds)
 
     def lose(self, worker: str) -> None:
@@ -243,6 +252,10 @@ class Closer:
             return 0.0
         return max(0.0, self._opened[0] + self._window - now)
 
+    def seconds_open(self, now: float) -> float:
+        """Return the seconds since the last closing of the open round's fragment."""
+        return now - self._opened[0]
+
     @property
     def owner(self) -> str | None:
         """Return the present worker that closes the open round; None if no worker is present."""
@@ -275,5 +288,77 @@ class Closer:
             self._taken = {each for each in self._taken if each[1] > self.round - _REMEMBERED}
         known = [seconds for each in self._durations.values() for seconds in each]
         if len(known) >= _LEAST_DURATIONS:
-            window = self._window = deadline(known, self.rule.deviations, slack=SLACK)
-            self._slow = {worker for worker, each in self._durations.items() if median(each) > window}
+            usual = {worker: median(each) for worker, each in self._durations.items()}
+            own = [
+                abs(x - usual[worker]) / max(usual[worker], 1e-9)
+                for worker, each in self._durations.items()
+                for x in each
+            ]
+            slack = min(_MOST_SLACK, max(SLACK, SPREADS * median(own)))
+            window = self._window = deadline(known, self.rule.deviations, slack=slack)
+            self._slow = {worker for worker, seconds in usual.items() if seconds > window}
+
+
+class Phase:
+    """How far the open round is for the others, as one worker can tell by its own clock.
+
+    A worker that was late once, since it was stopped or its link was cut, would start each round in the middle of the
+    others' and be late in all of them. Its next round is shorter instead, and ends with theirs. A worker that is slow
+    by itself takes whole rounds.
+
+    Args:
+        period: the local steps of a round.
+
+    Example:
+        >>> phase = Phase(16)
+        >>> phase.record_step(1.0)
+        >>> phase.end(seconds=20.0, rounds=1, in_time=True)
+        0
+        >>> phase.end(seconds=30.0, rounds=1, in_time=False)  # the others are in the middle of a round
+        8
+    """
+
+    def __init__(self, period: int) -> None:
+        self._period, self._elapsed = period, 0.0
+        self._intervals, self._paces = deque[float](maxlen=_INTERVALS), deque[float](maxlen=_INTERVALS)
+
+    @property
+    def interval(self) -> float | None:
+        """Return the seconds from closing to closing; None if this worker has never been in time."""
+        return median(self._intervals) if self._intervals else None
+
+    def record_step(self, seconds: float) -> None:
+        """Record the mean time of a step in one round."""
+        self._paces.append(seconds)
+
+    def end(self, *, seconds: float, rounds: int, in_time: bool) -> int:
+        """End a round; return how many steps of the next one to leave out.
+
+        Args:
+            seconds: since this worker has started it.
+            rounds: that have closed since.
+            in_time: whether its contribution is in the first of them.
+        """
+        if in_time:
+            self._intervals.append(seconds)
+        interval = self.interval
+        self._elapsed = 0.0 if in_time or interval is None else max(0.0, self._elapsed + seconds - rounds * interval)
+        return self._missed()
+
+    def join(self, *, elapsed: float, interval: float | None) -> int:
+        """Start in a round that others have begun; return how many steps of it to leave out.
+
+        Args:
+            elapsed: the seconds since the last closing.
+            interval: that of another worker.
+        """
+        self._elapsed = elapsed
+        self._intervals.extend([] if interval is None else [interval])
+        return self._missed()
+
+    def _missed(self) -> int:
+        interval = self.interval
+        if interval is None or min(self._paces, default=0.0) * self._period > interval:
+            return 0
+        number = int(self._period * self._elapsed / interval)
+        return number if number <= (1 - _LEAST_ROUND) * self._period else 0

@@ -15,13 +15,15 @@ same closings in the same order, so that their common parameters have the same b
 message of a worker that is not in a closing.
 
 If a strategy has F fragments, each has its own local steps, contributions and common parameters, and round n is the
-next one of the fragment n modulo F. All of a model is one fragment otherwise.
+next one of the fragment n modulo F. All of a model is one fragment otherwise; then a worker that was late leaves out
+steps of its next round, so that it ends it with the others.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -40,7 +42,7 @@ from thinwire.core.kernels.decisions import host_copy
 from thinwire.core.replica.replica import Replica
 from thinwire.core.storage.tree import from_bytes, to_bytes
 from thinwire.core.view import View
-from thinwire.elastic.closing import Closer, Closing, Contribution
+from thinwire.elastic.closing import Closer, Closing, Contribution, Phase
 from thinwire.elastic.late import LateMerging
 from thinwire.elastic.late_saves import Plan, extra_of_newest, find, folder_of, missing, plan, taken_of
 from thinwire.elastic.membership import Membership, RunEndedError
@@ -86,6 +88,7 @@ class _Fragment:
         launched: the parameters that it has sent, if it continues from them.
         tokens: the tokens or samples of its steps since it last sent.
         began: the time at which it started.
+        first: the step at which it started.
     """
 
     parts: list[Replica]
@@ -97,6 +100,7 @@ class _Fragment:
     launched: list[Tensor] = field(default_factory=list[Tensor])
     tokens: float = 0.0
     began: float = 0.0
+    first: int = 0
 
 
 @dataclass
@@ -220,6 +224,9 @@ class LateRounds:
         self._worker: WorkerState | None = None
         self._run = secrets.token_hex(8)  # the id of the run, which the first worker draws
         self._loads, self._has_stepped = 0, False
+        self._phase = Phase(1)
+        own = (each for closing in options.replay or () for each in closing.contributions if each.worker == self._name)
+        self._replayed = {each.started: each.tokens for each in own if not each.others}
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 
@@ -276,6 +283,7 @@ class LateRounds:
         worker.common = self._common
         worker.awaited = lambda: self._awaited
         worker.folder, worker.pack_rounds, worker.load_alone = folder_of(self._name), self._pack_rounds, self._load
+        self._phase = Phase(self._period)
         # Of each replica, the fragments; of each fragment, the parts in all replicas.
         for pairs in zip(*(worker.strategy.fragments_in(r) for r in worker.replicas), strict=True):
             parts = [part for part, _ in pairs]
@@ -342,6 +350,14 @@ class LateRounds:
             fragment.launched, fragment.tokens = [], 0.0
             self._restart(number)
         self._set_step(self._step_after(round - 1) if round else 0)
+        for fragment in self._fragments:
+            fragment.first = self._step
+
+    def _leave_out(self, steps: int) -> None:
+        """Start the next round so many steps later; with fragments, whole rounds are taken."""
+        if len(self._fragments) == 1 and steps < self._period - self.options.delay and not self.options.replay:
+            self._set_step(self._step + steps)
+            self._fragments[0].first = self._step
 
     def _set_step(self, step: int) -> None:
         for r in self.worker.replicas:
@@ -390,11 +406,20 @@ class LateRounds:
         self._has_stepped = True
         for fragment in self._fragments:
             fragment.tokens += self.worker.replicas[0].samples
+        self._follow_replay()
         for number, left in enumerate(self._steps_left()):
             if left == self.options.delay:
                 self._send(number)
             if left == 0:
                 self._end_round(number)
+        if self._served < self._membership.requests() and self._closer.owner == self._name:
+            self._serve()
+
+    def _follow_replay(self) -> None:
+        """Send after as many tokens as in the replayed run, whose worker may have left out steps."""
+        left, fragment = self._steps_left()[0], self._fragments[0]
+        if left > self.options.delay and fragment.tokens >= self._replayed.get(fragment.started, math.inf):
+            self._set_step(self._step + left - self.options.delay)
 
     def _steps_left(self) -> list[int]:
         """Return the steps until the end of each fragment's round."""
@@ -435,6 +460,7 @@ class LateRounds:
         end = time.monotonic()
         self._upload_seconds = end - now
         self.comm.meter.waited("contribution", now, now, end, worker.step)
+        self._phase.record_step(seconds / max(1, self._step - fragment.first))
         fragment.tokens = 0.0
         if self.options.carry != "off":
             fragment.launched = [part.x.clone() for part in fragment.parts]
@@ -458,7 +484,7 @@ class LateRounds:
 
     def _hold(self, message: _Message) -> None:
         self._messages[message.contribution.worker, message.contribution.started] = message
-        self._closer.arrive(message.contribution, message.seconds)
+        self._closer.arrive(message.contribution, message.seconds, time.monotonic())
 
     def _codec_for(self, part: Replica) -> Codec | None:
         return self.options.codec if part.x.numel() else None
@@ -563,13 +589,17 @@ class LateRounds:
     def _end_round(self, number: int) -> None:
         """Wait for the closing of a fragment's round, apply later ones, and start its next round."""
         fragment, began = self._fragments[number], time.monotonic()
-        started = fragment.started
+        started, seconds = fragment.started, -fragment.began
         self._advance(number)
         self.comm.meter.waited("closing", began, began, time.monotonic(), self.worker.step)
         if fragment.started == started:  # no other worker's state was copied
             self._restart(number)
             # A late worker skips whole periods, so that it sends every fragment equally often.
             self._set_step(max(self._step, self._step_after(fragment.started - len(self._fragments))))
+            fragment.first = self._step
+            in_time = self._sent.get(self._others[self._name].read - 1) == (started, started)
+            closed, seconds = self._closer.round - started, seconds + fragment.began
+            self._leave_out(self._phase.end(seconds=seconds, rounds=closed, in_time=in_time))
         self.worker.account.exchanged = True
         self._compare_times()
 
@@ -606,8 +636,8 @@ class LateRounds:
             missing = sorted(closer.missing(), key=int)
             if now - begin >= AWAITED_SECONDS:
                 self._awaited = [int(name) for name in missing]
-                if closer.owner == self._name:  # the missing ones may wait for a state
-                    self._serve()
+            if closer.owner == self._name:  # a missing one may wait for a state
+                self._serve()
             if now - news > self.comm.timeout:
                 raise CommTimeoutError(
                     f"worker {self.worker_id}, step {self.worker.step}: round {closer.round} was not closed within "
@@ -739,6 +769,7 @@ class LateRounds:
             "run": self._run,
             "round": self._closer.round,
             "workers": sorted(self._closer.workers),
+            "phase": [self._closer.seconds_open(time.monotonic()), self._phase.interval],
             "read": {name: [other.read, *sorted(other.open)] for name, other in self._others.items()},
             # Those of a stopped run, which no object holds.
             "carried": [_as_tree(each) for (name, _), each in self._messages.items() if name not in known],
@@ -775,6 +806,8 @@ class LateRounds:
         packed, late = self._wait_for_state(key)
         self._run = late["run"]
         self._start_from(packed, late["round"], {*late["workers"], self._name} & self._others.keys())
+        elapsed, interval = late["phase"]
+        self._leave_out(self._phase.join(elapsed=elapsed, interval=interval))
         messages, self._messages = self._messages.values(), {}
         for each in late["carried"]:
             self._hold(self._checked(_from_tree(each)))
@@ -1017,6 +1050,7 @@ class LateRounds:
                 for found, device in zip(each["codec_states"], devices, strict=True)
             ]
             fragment.started, fragment.tokens = int(each["started"]), float(each["tokens"])
+            fragment.first = state["step"]
         restore_random(self.worker, content["random"])
         self._set_step(state["step"])
 

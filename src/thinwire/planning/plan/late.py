@@ -8,16 +8,17 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
-from statistics import fmean
+from statistics import fmean, median
 
 from thinwire.core.comm.bucket import Objects
-from thinwire.elastic.closing import Closer, CloseRule, Closing, Contribution, discount
+from thinwire.elastic.closing import Closer, CloseRule, Closing, Contribution, Phase, discount
 from thinwire.elastic.late import LateMerging
 
 _HEADER_BYTES = 256.0  # of a contribution, about
 QUORUMS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 DEVIATIONS = (0.0, 1.0, 3.0, 6.0)
 _CLOSE = 0.99
+_PERIOD = 32  # steps of a simulated round
 _ROUNDS = 20  # of the slowest worker, which a recommendation simulates
 Cell = tuple[float, float]
 """A quorum, and the deviations of a grace window."""
@@ -148,7 +149,9 @@ def simulate(
     # All workers hear the same, so one machine stands for all; `own` is the present owner.
     closer = Closer(rule, "", names, now=0.0)
     events: list[tuple[float, int, str, str]] = []
-    count, began, lives = 0, dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
+    count, began, lives, opened = 0, dict.fromkeys(names, 0.0), dict.fromkeys(names, 0), 0.0
+    phases = {name: Phase(_PERIOD) for name in names}
+    starts: dict[str, float] = {}
     # Of each worker's round under way: when it ends, its number, its seconds, and those without stops.
     under_way: dict[str, tuple[float, int, float, float]] = {}
 
@@ -157,9 +160,9 @@ def simulate(
         count += 1
         heapq.heappush(events, (at, count, kind, name))
 
-    def start(name: str, now: float) -> None:
-        took = seconds[name] * (1 + fleet.spread * draw.random())
-        began[name] = now
+    def start(name: str, now: float, missed: int = 0) -> None:
+        took = (1 - missed / _PERIOD) * seconds[name] * (1 + fleet.spread * draw.random())
+        began[name] = starts[name] = now
         under_way[name] = now + took, closer.round, took, took
         push(now + took, f"done {lives[name]}", name)
 
@@ -193,21 +196,26 @@ def simulate(
             push(now + fleet.stop_seconds, "stop")
         elif kind == "back":
             closer.join(name)
-            start(name, now)
+            known = [phase.interval for phase in phases.values() if phase.interval]
+            phases[name] = Phase(_PERIOD)
+            start(name, now, phases[name].join(elapsed=now - opened, interval=median(known) if known else None))
         elif kind.startswith("done") and kind == f"done {lives[name]}":
             _, started, took, work = under_way[name]
             sent[name, started] = work
-            closer.arrive(Contribution(started, name, work / seconds[name]), took)
+            closer.arrive(Contribution(started, name, work / seconds[name]), took, now)
+            phases[name].record_step(took / (work / seconds[name] * _PERIOD))
             if started == closer.round:
                 idle.add(name)
             else:
-                start(name, now)
+                passed = closer.round - started
+                start(name, now, phases[name].end(seconds=now - starts[name], rounds=passed, in_time=False))
         wait = closer.seconds_to_wait(now)
         if wait == 0.0:
             closer.own = closer.owner or ""
             closing = closer.propose(now)
             assert closing is not None
             closer.apply(closing, now)
+            opened = now
             if log is not None:
                 log.append(closing)
             for each in closing.contributions:
@@ -215,7 +223,7 @@ def simulate(
                 useful, effective = useful + work, effective + work * discount(age, "discounted")
                 ages.append(age)
             for name in sorted(idle):
-                start(name, now)
+                start(name, now, phases[name].end(seconds=now - starts[name], rounds=1, in_time=True))
             idle.clear()
         elif wait is not None:
             push(now + wait, "grace")
