@@ -366,6 +366,8 @@ class Storm:
                 raise SystemExit(f"{self.contender}: the run did not start {self.errors}")
         begins, waiting = time.monotonic(), list(faults)
         self._note(f"{len(self.members)} workers have started")
+        if batches is not None:
+            batches -= 2 * options.period * options.workers  # the rounds until all workers stop
         hung = False
         while (now := time.monotonic() - begins) < options.seconds or (
             batches is not None and self.total() < batches and now < 2 * options.seconds
