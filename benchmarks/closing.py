@@ -11,9 +11,9 @@ Figures of one cell, means over the seeds:
 - effective goodput: the work in closed rounds, each times the discount $(1+a)^{-1/2}$ of its age $a$, as the same
   fraction.
 
-The default grace window of `CloseRule` follows this rule, which was written before the run that chose it: of all cells whose
-effective goodput is at least 0.99 times the largest one, the one with the largest quorum; of these the one with the
-longest grace window. Waiting wastes time and lateness wastes weight, and the effective goodput has both. Within one
+The default grace window of `CloseRule` follows this rule, which was written before the run that chose it: of all cells
+whose effective goodput is at least 0.99 times the largest one, the one with the largest quorum; of these the one with
+the longest grace window. Waiting wastes time and lateness wastes weight, and the effective goodput has both. Within one
 percent more contributions in a round are better, since means over more workers have less noise. The first run chose a
 quorum of 0.75 too. Since late workers end their next round with the others, it is 0.9, which is all of four workers, so
 the default is still 0.75.

@@ -42,8 +42,8 @@ _DISCOUNT = 0.5  # the exponent of the age, as in the paper's experiments
 class CloseRule:
     """When a round closes.
 
-    `python -m benchmarks.closing` compares values, for 256 workers of heavy-tailed speeds. The default quorum lets one of
-    four workers be late. Of up to three workers it is all of them; use 0.5 to let one of three be late.
+    `python -m benchmarks.closing` compares values, for 256 workers of heavy-tailed speeds. The default quorum lets one
+    of four workers be late. Of up to three workers it is all of them; use 0.5 to let one of three be late.
 
     Args:
         quorum: the fraction of the present workers that a round needs, at least one worker.
