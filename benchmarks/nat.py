@@ -391,7 +391,7 @@ def run(homes: int, recipe: str, rounds: int, step_seconds: float, *, elastic: b
         finally:
             for each in [*workers, server]:
                 each.kill()
-                each.wait()
+                each.communicate()
         rows = [json.loads((folder / f"{home}.json").read_text()) for home in range(homes)]
         wire = [(passed[last] - passed[first]) / (rounds - 2) for first, last in marks]
         return {"workers": rows, "wire_bytes_a_round": wire, "captured": rig.captured, "refused": rig.refused}

@@ -325,6 +325,7 @@ def test_a_step_inside_the_backward_pass_is_refused_on_all_ranks() -> None:
         assert "optimizer.step() inside a backward pass" in text
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")  # torch warns once a process
 def test_create_graph_is_refused_on_all_ranks() -> None:
     def train(comm: Comm) -> None:
         squared_error(attach(comm, AllReduce()).model, comm.rank, 0).backward(create_graph=True)
