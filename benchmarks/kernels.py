@@ -269,16 +269,14 @@ class DeviceCase:
 def device_case(recipe: str, x: Tensor) -> DeviceCase:
     """Prepare a code. Encoding reads the vector and writes the payload; with feedback it updates the residual too."""
     codec: Any = cast(Any, thinwire.parse(f"AllReduce(codec={recipe})")).codec
-    n, residual, inner = x.numel(), torch.zeros_like(x), codec.codec if codec.keeps_residual else codec
+    n, residual, inner = x.numel(), torch.zeros_like(x), codec.codec if codec.traits.keeps_residual else codec
 
     def encode() -> Tensor:
-        return inner.encode_with_residual_(residual, x, 1) if codec.keeps_residual else codec.encode(x, {}, 1)
+        return inner.encode_with_residual_(residual, x, 1) if codec.traits.keeps_residual else codec.encode(x, {}, 1)
 
     payload = encode()
-    sent = payload.nbytes
-    return DeviceCase(
-        encode, lambda: inner.decode(payload, x, 1), (12 if codec.keeps_residual else 4) * n + sent, 4 * n + sent, sent
-    )
+    sent, reads = payload.nbytes, (12 if codec.traits.keeps_residual else 4) * n
+    return DeviceCase(encode, lambda: inner.decode(payload, x, 1), reads + sent, 4 * n + sent, sent)
 
 
 def on_device(n: int, device: torch.device, seconds: float = 0.4) -> Iterator[tuple[str, ...]]:

@@ -632,7 +632,7 @@ def kinds_of(base: type) -> list[type]:
     # Examples in docstrings define classes of their own.
     mine = [kind for kind in below if kind.__module__.startswith("thinwire.") and kind not in (Wrapper, CodecWrapper)]
     mine = [kind for kind in mine if hasattr(sys.modules[kind.__module__], kind.__name__)]
-    return [kind for kind in mine if not inspect.isabstract(kind)]
+    return [kind for kind in mine if not inspect.isabstract(kind) and kind.__name__[0] != "_"]
 
 
 recipe_classes()  # imports them all

@@ -535,7 +535,7 @@ def test_the_page_names_everything_that_elastic_runs_refuse() -> None:
         except TypeError:  # it needs arguments
             made = kind
         traits = getattr(made, "traits", None)
-        if traits.inelastic_reason if isinstance(traits, Traits) else getattr(made, "inelastic", ""):
+        if traits.inelastic_reason if isinstance(traits, Traits) else getattr(traits, "inelastic", ""):
             refused.append(name)
     assert {"ADPSGD", "BetweenNodes", "NodeAverage"} <= set(refused)
     assert [name for name in refused if f"`{name}`" not in limits] == []

@@ -16,7 +16,7 @@ STUB = Path(__file__).parents[1] / "src" / "thinwire" / "__init__.pyi"
 
 # The module within thinwire, and the names that it gives to the public.
 OTHER_NAMES = {
-    "methods.codecs.base": "Codec",
+    "methods.codecs.base": "Codec CodecTraits",
     "methods.codecs.feedback": "resize_errors",
     "core.comm.base": "Comm",
     "core.comm.counting": "CountingComm",

@@ -27,6 +27,7 @@ from thinwire.errors import ThinwireError as ThinwireError
 from thinwire.integrations.hooks import ddp_hook as ddp_hook
 from thinwire.integrations.hooks import fsdp_hook as fsdp_hook
 from thinwire.methods.codecs.base import Codec as Codec
+from thinwire.methods.codecs.base import CodecTraits as CodecTraits
 from thinwire.methods.codecs.between_nodes import BetweenNodes as BetweenNodes
 from thinwire.methods.codecs.cast import Bf16 as Bf16
 from thinwire.methods.codecs.cast import Fp16 as Fp16

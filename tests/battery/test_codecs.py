@@ -58,7 +58,7 @@ def test_a_vector_of_any_size_and_dtype_has_a_payload_of_the_bytes_of_its_formul
         kept, codec, state = x.clone(), each.codec, dict[str, Tensor]()
         payload = codec.encode(x, state, 1)
         assert payload.numel() * payload.element_size() == codec.nbytes(n) == each.nbytes(n)
-        assert payload.dtype == codec.dtype
+        assert payload.dtype == codec.traits.dtype
         y = codec.decode(payload, x, 1)
         assert (y.shape, y.dtype) == (x.shape, dtype)
         assert y.isfinite().all()
@@ -69,7 +69,7 @@ def test_a_vector_of_any_size_and_dtype_has_a_payload_of_the_bytes_of_its_formul
 @EVERY_CASE
 @every()
 def test_the_mean_squared_error_is_within_its_bound_and_the_one_that_it_states(each: CodecCase) -> None:
-    bound = min(each.error, each.codec.error_bound or each.error)
+    bound = min(each.error, each.codec.traits.error_bound or each.error)
     for x in (normal(LENGTH), normal(LENGTH, 1).pow(3), torch.ones(LENGTH)):
         errors = [(decoded(each.codec, x, key) - x).square().sum() for key in range(30)]
         assert torch.stack(errors).mean() <= 1.05 * bound * x.square().sum() + 1e-12
@@ -101,7 +101,7 @@ def test_the_key_alone_decides_what_is_random(each: CodecCase) -> None:
 
 def using(codec: Codec, strategy: type[Strategy]) -> Case:
     """A strategy with a codec, with the error feedback that it needs."""
-    safe = ErrorFeedback(codec) if codec.needs_feedback and not isinstance(codec, ErrorFeedback) else codec
+    safe = ErrorFeedback(codec) if codec.traits.needs_feedback and not isinstance(codec, ErrorFeedback) else codec
     recipe = AllReduce(safe) if strategy is AllReduce else LocalSGD(3, codec=safe)
     return case(recipe, lambda s: s.start)
 
@@ -110,12 +110,12 @@ def is_asked(pair: tuple[CodecCase, type[Strategy]]) -> bool:
     """Whether a case is the first of its class, in parameters, or in gradients where there are two stages or none."""
     each, strategy = pair
     first = next(other for other in CODECS if kind(other) is kind(each)) is each
-    return first and (strategy is LocalSGD or not each.codec.keeps_size or isinstance(each.codec, TWICE))
+    return first and (strategy is LocalSGD or not each.codec.traits.keeps_size or isinstance(each.codec, TWICE))
 
 
 @pytest.mark.parametrize(("each", "strategy"), fast_where(is_asked, product(CODECS, (AllReduce, LocalSGD))), ids=str)
 def test_training_resumes_bitwise(each: CodecCase, strategy: type[Strategy], tmp_path: Path) -> None:
-    if strategy is LocalSGD and not each.codec.keeps_size:
+    if strategy is LocalSGD and not each.codec.traits.keeps_size:
         with pytest.raises(thinwire.ConfigError, match="the gradient of one step only"):
             using(each.codec, strategy).strategy.check(2)
         return

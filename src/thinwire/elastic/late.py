@@ -87,7 +87,7 @@ class LateMerging(CloseRule, ElasticOptions):
                 f"delay={self.delay} with carry={self.carry!r}: it must not be negative, and only steps of a delay can "
                 "be carried. Use a delay of at least 1, or carry='off'"
             )
-        if self.codec is not None and (isinstance(self.codec, MatrixCodec) or self.codec.own_mean):
+        if self.codec is not None and (isinstance(self.codec, MatrixCodec) or self.codec.traits.own_mean):
             raise ConfigError(
                 f"codec={self.codec}: it needs calls that all workers make together. Use a codec of single messages, "
                 "such as ErrorFeedback(Nearest(4)), without Gathered"

@@ -140,7 +140,7 @@ class DdpHook:
 
     def _state_of(self, parameters: list[Tensor]) -> dict[str, Tensor]:
         """The codec's state for a bucket; for a new bucket, its residual is put together from its parameters'."""
-        if not self.codec.keeps_residual:
+        if not self.codec.traits.keeps_residual:
             return {}
         key = tuple(id(parameter) for parameter in parameters)
         if key not in self._buckets:

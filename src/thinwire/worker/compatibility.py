@@ -374,5 +374,5 @@ def check_survives(strategy: Strategy) -> None:
     """
     for each in reversed(list(nested(strategy))):
         for part in (each, *codecs_of(each)):
-            if reason := part.traits.inelastic_reason if isinstance(part, Strategy) else part.inelastic:
+            if reason := part.traits.inelastic_reason if isinstance(part, Strategy) else part.traits.inelastic:
                 raise ConfigError(f"elastic=True with {type(part).__name__}: {reason}")

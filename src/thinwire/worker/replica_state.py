@@ -440,8 +440,8 @@ def _check_replica(worker: WorkerState, i: int, saved: Mapping[str, Any], *, who
 
 
 def _grows(strategy: Strategy, name: str) -> bool:
-    parts = [part for method in nested(strategy) for part in (method.traits, *codecs_of(method))]
-    return any(f"/{each}" in f"/{name}" for part in parts for each in part.growing)
+    parts = [part for method in nested(strategy) for part in (method, *codecs_of(method))]
+    return any(f"/{each}" in f"/{name}" for part in parts for each in part.traits.growing)
 
 
 def _check_optimizer(worker: WorkerState, saved: Mapping[str, Any]) -> None:

@@ -144,7 +144,7 @@ def test_qsgd_and_natural_compression_stay_within_their_papers_variance() -> Non
     x = normal(64)
     for codec in (QSGD(2, 64), QSGD(4, 64), Natural()):
         error = (many(codec, x) - x).square().sum(1).mean()
-        assert error <= 1.05 * codec.error_bound * x.square().sum()
+        assert error <= 1.05 * codec.traits.error_bound * x.square().sum()
 
 
 def test_errors_of_independent_draws_average_out_and_those_of_correlated_draws_cancel() -> None:
@@ -226,7 +226,7 @@ def test_elements_of_one_size_are_exact_in_one_bit() -> None:
 
 @for_each([*CODECS])
 def test_encoding_with_a_residual_leaves_exactly_the_new_residual(codec: Codec) -> None:
-    if codec.residual_after_sum or isinstance(codec, MajorityVote):
+    if codec.traits.residual_after_sum or isinstance(codec, MajorityVote):
         return
     for n in (0, 1, 9, 200):
         x, residual = normal(n), normal(n, 1)
@@ -368,7 +368,7 @@ def test_a_cast_rounds_to_the_nearest_number_of_its_dtype(codec: Codec, values: 
 @given(values=some.lists(some.tuples(some.integers(-64, 64), some.integers(-64, 64)), min_size=1, max_size=20))
 def test_the_payload_of_a_sum_is_the_sum_of_payloads(codec: Codec, values: list[tuple[int, int]]) -> None:
     a, b = torch.tensor(values, dtype=torch.float32).T / 8
-    assert codec.linear
+    assert codec.traits.linear
     assert torch.equal(codec.encode(a, {}) + codec.encode(b, {}), codec.encode(a + b, {}))
 
 

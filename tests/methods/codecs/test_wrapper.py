@@ -1,14 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A codec around another one is that one in all that it does not override."""
+"""A codec around another one has its traits, except those of one class alone."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
+import torch
+
 from tests.rules import for_each
-from thinwire import Codec, Quantize
-from thinwire.methods.codecs.base import CODEC_SOURCES, CodecWrapper
+from thinwire import Codec, CodecTraits, Quantize
+from thinwire.methods.codecs.base import NOT_INHERITED, CodecWrapper
+
+ODD: dict[str, Any] = {
+    **{each.name: not each.default for each in fields(CodecTraits) if isinstance(each.default, bool)},
+    "error_bound": 0.5,
+    "alignment": 24,
+    "dtype": torch.float64,
+    "growing": ("factor",),
+    "inelastic": "a reason",
+}
 
 
 @dataclass(frozen=True)
@@ -18,15 +30,20 @@ class Around(CodecWrapper):
     codec: Codec
 
 
-def test_the_table_has_every_property_and_method() -> None:
-    assert sorted(CODEC_SOURCES) == sorted(name for name in vars(Codec) if name[0] != "_")
+@dataclass(frozen=True)
+class Odd(Quantize):
+    """Differs from the defaults in all traits."""
+
+    @cached_property
+    def traits(self) -> CodecTraits:
+        return CodecTraits(**ODD)
 
 
-@for_each([name for name, of in vars(Codec).items() if isinstance(of, property)])
-def test_a_property_is_that_of_the_codec_inside_or_that_of_every_codec(name: str) -> None:
-    answer: Any = object()
-    inside = type("Odd", (Quantize,), {name: answer})()
-    if CODEC_SOURCES[name] == "codec":
-        assert getattr(Around(inside), name) is answer
-    else:
-        assert getattr(CodecWrapper, name) is getattr(Codec, name)
+def test_the_table_names_traits() -> None:
+    assert {each.name for each in fields(CodecTraits)} == set(ODD) > set(NOT_INHERITED)
+
+
+@for_each(sorted(ODD))
+def test_a_trait_is_that_of_the_codec_inside_or_that_of_every_codec(name: str) -> None:
+    expected = CodecTraits() if name in NOT_INHERITED else Odd().traits
+    assert getattr(Around(Odd()).traits, name) == getattr(expected, name)

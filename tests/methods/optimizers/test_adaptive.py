@@ -91,6 +91,6 @@ def test_codes_that_keep_sizes_are_accepted_under_adam(codec: Codec | None) -> N
 @for_each(SIGNS)
 def test_signs_are_accepted_under_sgd_and_of_displacements(codec: Codec) -> None:
     AllReduce(codec).check(2, torch.optim.SGD(weights(), lr=0.1, momentum=0.9))
-    if codec.keeps_size:
+    if codec.traits.keeps_size:
         LocalSGD(codec=codec).check(2)
         LocalSGD(codec=codec).check(2, torch.optim.AdamW(weights()))

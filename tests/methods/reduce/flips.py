@@ -23,7 +23,7 @@ from thinwire.methods.reduce.compressed_all_reduce import compressed_exchange, t
 
 SIZE, LENGTH = 3, 96
 # Others take means in their own way.
-VECTORS = [each.codec for each in CODECS if not (each.codec.own_mean or isinstance(each.codec, MatrixCodec))]
+VECTORS = [each.codec for each in CODECS if not (each.codec.traits.own_mean or isinstance(each.codec, MatrixCodec))]
 Call = Literal["all-to-all", "all-gather", "send and receive"]
 What = Literal["mean", "exchange", "largest entries"]
 CALLS: dict[What, tuple[Call, ...]] = {
@@ -134,7 +134,7 @@ def drawn(seed: int) -> Flip:
     draw = random.Random(seed)
     codec = VECTORS[seed % len(VECTORS)]
     what: What = draw.choice(("mean", "mean", "exchange", "largest entries"))
-    if what == "exchange" and (isinstance(codec, ErrorFeedback) or codec.residual_after_sum):
+    if what == "exchange" and (isinstance(codec, ErrorFeedback) or codec.traits.residual_after_sum):
         what = "mean"  # `Choco` refuses them
     call, src = draw.choice(CALLS[what]), draw.randrange(SIZE)
     dst = draw.choice([None, *(rank for rank in range(SIZE) if rank != src or what != "exchange")])

@@ -88,7 +88,7 @@ def test_means_and_residuals_add_up_to_the_inputs(codec: Codec, n: int) -> None:
         assert torch.equal(means, results[0][0])
 
 
-@pytest.mark.parametrize("codec", [c for c in FEEDBACK if not c.residual_after_sum], ids=str)
+@pytest.mark.parametrize("codec", [c for c in FEEDBACK if not c.traits.residual_after_sum], ids=str)
 def test_decoded_vectors_and_the_residual_of_one_worker_add_up_to_the_inputs(codec: Codec) -> None:
     xs, state, feedback = vectors(100, 1, 65)[:, 0], dict[str, Tensor](), ErrorFeedback(codec)
     decoded = [feedback.decode(feedback.encode(x, state, t), x, t) for t, x in enumerate(xs)]
@@ -182,7 +182,7 @@ def test_ranks_without_a_vector_do_not_count_but_send_their_residual() -> None:
 def test_two_stages_send_a_header_and_the_payload_of_a_piece_to_each_other_rank_twice(
     codec: Codec, size: int, n: int
 ) -> None:
-    lengths = oracles.chunks(n, size, codec.alignment)
+    lengths = oracles.chunks(n, size, codec.traits.alignment)
     xs = vectors(1, size, n)
 
     def body(comm: Comm) -> dict[str, float]:
@@ -217,7 +217,7 @@ def test_a_cast_with_error_feedback_goes_through_two_stages() -> None:
 
 @pytest.mark.parametrize("codec", [OneBit(16), Quantize(4, 16), TopK(0.1), RandomK(0.1), Sketch(3, 64, 2)], ids=str)
 def test_meta_vectors_are_counted_like_others(codec: Codec) -> None:
-    code = ErrorFeedback(codec) if codec.needs_feedback else codec
+    code = ErrorFeedback(codec) if codec.traits.needs_feedback else codec
     real = run_threads(4, lambda comm: (run(comm, vectors(1, 4, 500), code), comm.meter.by_operation)[1])[1]
     comm = CountingComm(1, 4)
     compressed_mean_(comm, torch.empty(500, device="meta"), code, {}, key=0).wait()

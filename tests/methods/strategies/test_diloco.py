@@ -128,7 +128,7 @@ UNCODED = [
 CODED = [
     DiLoCo(period=4, outer=NESTEROV, codec=codec, fragments=fragments, delay=delay, mixing=mixing)
     for codec, fragments, delay, mixing in product((SIGNS, LEVELS, SPARSE), (1, 2), (0, 1, 3), (0.0, 0.4, 1.0))
-    if not (codec.forgets and mixing == 1)  # refused
+    if not (codec.traits.forgets and mixing == 1)  # refused
 ]
 
 

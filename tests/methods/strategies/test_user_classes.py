@@ -341,6 +341,18 @@ class Dropping(Plain):
         return super().encode(torch.where(kept, 2 * x, 0.0), state, key)
 
 
+@dataclass(frozen=True)
+class Claims(Plain):
+    needs_feedback = True
+
+
+@dataclass(frozen=True)
+class Computes(Plain):
+    @property
+    def alignment(self) -> int:
+        return 8
+
+
 DRAWS = torch.Generator().manual_seed(0)
 
 
@@ -355,6 +367,11 @@ test_a_class_that_breaks_its_contract_is_refused_by_name_at_attach = refusals(
     [
         (Mutable(), "Mutable is not a frozen dataclass"),
         (SlowMo(Mutable()), "Mutable is not a frozen dataclass"),
+        (
+            AllReduce(Claims()),
+            r"Claims has the class attribute needs_feedback=True.*CodecTraits\(needs_feedback=True\)",
+        ),
+        (AllReduce(ErrorFeedback(Computes())), r"Computes has the class attribute alignment=8\. Traits are read from"),
         (AllReduce(Short()), r"codec Short: encode returned 4 bytes for 1 elements, but nbytes\(1\) is 2"),
         (AllReduce(BetweenNodes(Short(), 1)), "codec Short: encode returned 4 bytes"),
         (LocalSGD(2, codec=ErrorFeedback(Short())), "codec Short: encode returned 4 bytes"),

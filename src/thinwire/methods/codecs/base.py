@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, MutableMapping, Sequence
-from typing import ClassVar, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +20,68 @@ State = MutableMapping[str, Tensor]
 Rounds = Generator[Tensor, Tensor, None]
 """A mean that a codec computes: it yields vectors and is sent their means over workers."""
 _MASK_64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecTraits:
+    """The properties of a codec that strategies and means read, as `codec.traits`.
+
+    The defaults describe an unbiased codec whose payload is a vector of bytes.
+
+    Attributes:
+        needs_feedback: the codec is biased, so training without error feedback may diverge.
+        error_bound: an upper bound of E|x - C(x)|^2 / |x|^2; if it is 1 or more, error feedback may diverge. 0 if no
+            bound is stated: for casts, and for codecs made for error feedback, such as `TopK` and `OneBit`.
+        alignment: the number of elements encoded together; long vectors are split only at multiples of it.
+        dtype: the dtype of payloads.
+        linear: the payload of a sum is the sum of the payloads, so an all-reduce may add payloads.
+        rounds_sums: a linear codec's all-reduce rounds sums to the payload's dtype; no rank can measure that error.
+        residual_after_sum: a linear codec's error is known only after the sum of all payloads is decoded.
+        sign_only: all elements of a block are decoded to one absolute value.
+        keeps_size: elements are decoded to about their size; otherwise, as in a vote, the codec fits gradients only.
+        keeps_residual: the compression error of one message is added to the next.
+        forgets: some of the compression error is never sent.
+        one_round: every worker's payload goes to all others unchanged, and no server encodes it again.
+        own_mean: the codec also decides how means are computed, such as in how many rounds. Always true with
+            `one_round`.
+        separable: parts of a vector, cut at multiples of `alignment`, can be encoded and decoded one at a time;
+            `part_of` and `join_parts` then take payloads apart and put them together, with the same bits.
+        elementwise: every element is encoded by itself, without dropping any.
+        takes_nan: on a GPU `encode` takes NaN, and `decode` any bytes, without an error. The result may then be
+            anything, since all ranks know of it. The host then does not wait to learn whether a vector is finite
+            before it is encoded.
+        growing: names or prefixes in the codec's state of tensors whose shape may change.
+        inelastic: why workers cannot continue after one of them is lost, under `attach(elastic=True)`; empty if they
+            can.
+
+    Example:
+        >>> import thinwire
+        >>> thinwire.Bf16().traits.linear, thinwire.TopK(0.1).traits.needs_feedback
+        (True, True)
+    """
+
+    needs_feedback: bool = False
+    error_bound: float = 0.0
+    alignment: int = 1
+    dtype: torch.dtype = torch.uint8
+    linear: bool = False
+    rounds_sums: bool = False
+    residual_after_sum: bool = False
+    sign_only: bool = False
+    keeps_size: bool = True
+    keeps_residual: bool = False
+    forgets: bool = False
+    one_round: bool = False
+    own_mean: bool = False
+    separable: bool = False
+    elementwise: bool = False
+    takes_nan: bool = False
+    growing: tuple[str, ...] = ()
+    inelastic: str = ""
+
+    def __post_init__(self) -> None:
+        if self.one_round:
+            object.__setattr__(self, "own_mean", True)
 
 
 class Codec(Recipe, ABC):
@@ -38,7 +102,7 @@ class Codec(Recipe, ABC):
         True
     """
 
-    # You need only these three. The defaults of all below fit an unbiased codec whose payload is a vector of bytes.
+    # You need only these three, and `traits` if the defaults of `CodecTraits` do not fit.
 
     @abstractmethod
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
@@ -62,26 +126,17 @@ class Codec(Recipe, ABC):
     def nbytes(self, n: int) -> int:
         """Return the size in bytes of the payload of a vector of n elements."""
 
-    elementwise: ClassVar[bool] = False
-    """Whether every element is encoded by itself, without dropping any."""
-    takes_nan: ClassVar[bool] = False
-    """Whether on a GPU `encode` takes NaN, and `decode` any bytes, without an error.
+    @cached_property
+    def traits(self) -> CodecTraits:
+        """The defaults describe an unbiased codec whose payload is a vector of bytes."""
+        return CodecTraits()
 
-    The result may then be anything, since all ranks know of it. The host then does not wait to learn whether a vector
-    is finite before it is encoded.
-    """
-    growing: ClassVar[tuple[str, ...]] = ()
-    """Names or prefixes in the codec's state of tensors whose shape may change."""
-    inelastic: ClassVar[str] = ""
-    """Why workers cannot continue after one of them is lost, under `attach(elastic=True)`; empty if they can."""
+    def check(self, size: int) -> None:
+        """Check that the codec works with this number of workers; `attach` calls it before the first step.
 
-    @property
-    def separable(self) -> bool:
-        """True if parts of a vector, cut at multiples of `alignment`, can be encoded and decoded one at a time.
-
-        `part_of` and `join_parts` then take payloads apart and put them together, with the same bits.
+        Raises:
+            ConfigError: with the value, the rule and the fix.
         """
-        return False
 
     def part_of(self, payload: Tensor, n: int, part: slice) -> Tensor:
         """Return the payload of a part of a vector of n elements; for a separable codec."""
@@ -93,81 +148,6 @@ class Codec(Recipe, ABC):
 
     def _not_separable(self) -> ConfigError:
         return ConfigError(f"codec={self}: its payloads cannot be split. Encode and decode whole vectors")
-
-    def check(self, size: int) -> None:
-        """Check that the codec works with this number of workers; `attach` calls it before the first step.
-
-        Raises:
-            ConfigError: with the value, the rule and the fix.
-        """
-
-    @property
-    def linear(self) -> bool:
-        """True if the payload of a sum is the sum of the payloads, so that an all-reduce may add payloads."""
-        return False
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of payloads."""
-        return torch.uint8
-
-    @property
-    def rounds_sums(self) -> bool:
-        """True if a linear codec's all-reduce rounds sums to the payload's dtype; no rank can measure that error."""
-        return False
-
-    @property
-    def residual_after_sum(self) -> bool:
-        """True if a linear codec's error is known only after the sum of all payloads is decoded."""
-        return False
-
-    @property
-    def needs_feedback(self) -> bool:
-        """True if the codec is biased, so that training without error feedback may diverge."""
-        return False
-
-    @property
-    def sign_only(self) -> bool:
-        """True if all elements of a block are decoded to one absolute value."""
-        return False
-
-    @property
-    def keeps_size(self) -> bool:
-        """True if elements are decoded to about their size; otherwise, as in a vote, the codec fits gradients only."""
-        return True
-
-    @property
-    def keeps_residual(self) -> bool:
-        """True if the compression error of one message is added to the next."""
-        return False
-
-    @property
-    def forgets(self) -> bool:
-        """True if some of the compression error is never sent."""
-        return False
-
-    @property
-    def own_mean(self) -> bool:
-        """True if the codec also decides how means are computed, such as in how many rounds."""
-        return self.one_round
-
-    @property
-    def one_round(self) -> bool:
-        """True if every worker's payload goes to all others unchanged, and no server encodes it again."""
-        return False
-
-    @property
-    def error_bound(self) -> float:
-        r"""An upper bound of $E|x - C(x)|^2 / |x|^2$; if it is 1 or more, error feedback may diverge.
-
-        0 if no bound is stated: for casts, and for codecs made for error feedback, such as `TopK` and `OneBit`.
-        """
-        return 0.0
-
-    @property
-    def alignment(self) -> int:
-        """The number of elements encoded together; long vectors are split only at multiples of it."""
-        return 1
 
     def encode_with_residual_(self, x: Tensor, residual: Tensor, key: int = 0) -> Tensor:
         """Encode `x + residual`, and overwrite `x` with the new residual: `x + residual` minus the decoded payload.
@@ -246,6 +226,10 @@ class Matrix(NamedTuple):
         return vector[self.start : self.stop].view(self.rows, self.columns)
 
 
+MATRIX_TRAITS = CodecTraits(linear=True, residual_after_sum=True, keeps_residual=True, dtype=torch.float32)
+"""All-reduces add the messages of a `MatrixCodec`, which keeps the residual."""
+
+
 class MatrixCodec(Codec):
     """Base class of codecs that need the shapes of tensors: they compute means themselves, by two all-reduces.
 
@@ -270,25 +254,10 @@ class MatrixCodec(Codec):
             share: each worker's residual is its vector minus `share` times the mean; 1 if all workers contribute.
         """
 
-    @property
-    def linear(self) -> bool:
-        """True: all-reduces add the messages."""
-        return True
-
-    @property
-    def residual_after_sum(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def keeps_residual(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """fp32."""
-        return torch.float32
+    @cached_property
+    def traits(self) -> CodecTraits:
+        """See `CodecTraits`."""
+        return MATRIX_TRAITS
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Return the elements uncompressed, in fp32."""
@@ -303,51 +272,33 @@ class MatrixCodec(Codec):
         return 4 * n
 
 
-CODEC_SOURCES: dict[str, Literal["codec", "own"]] = {
-    "needs_feedback": "codec",
-    "sign_only": "codec",
-    "keeps_size": "codec",
-    "keeps_residual": "codec",
-    "forgets": "codec",
-    "error_bound": "codec",
-    "alignment": "codec",
-    "takes_nan": "codec",
-    "encode": "codec",
-    "decode": "codec",
-    "nbytes": "codec",
-    # How a payload is laid out; wrappers are taken off before means are computed part by part.
-    "separable": "own",
-    "part_of": "own",
-    "join_parts": "own",
-    # These describe how a payload is sent and added, which is what a wrapper may change.
-    "linear": "own",
-    "dtype": "own",
-    "rounds_sums": "own",
-    "residual_after_sum": "own",
-    "own_mean": "own",
-    "one_round": "own",
+NOT_INHERITED = (
+    # These describe how a payload is laid out, sent and added, which is what a wrapper may change.
+    *("dtype", "separable", "linear", "rounds_sums", "residual_after_sum", "one_round", "own_mean"),
     # These describe one class alone; code that reads them looks at the codec inside too.
-    "elementwise": "own",
-    "growing": "own",
-    "inelastic": "own",
-    "check": "own",
-    # The helpers call the methods above.
-    "encode_with_residual_": "own",
-    "encode_pieces_with_residual_": "own",
-    "decode_pieces_": "own",
-    "decode_sum": "own",
-}
-"""Where each property and method of a `CodecWrapper` comes from, unless its class overrides it."""
+    *("elementwise", "growing", "inelastic"),
+)
+"""The traits of a `CodecWrapper` that are not those of the codec inside, unless its class changes them."""
 
 
 class CodecWrapper(Codec):
-    """A codec around another one, whose properties it has unless the table `CODEC_SOURCES` says otherwise.
+    """A codec around another one, with its traits except `NOT_INHERITED`.
 
     Attributes:
         codec: the codec inside.
     """
 
     codec: Codec
+
+    @cached_property
+    def traits(self) -> CodecTraits:
+        """See `CodecTraits`."""
+        return self.traits_around()
+
+    def traits_around(self, **changes: Any) -> CodecTraits:
+        """Return the traits of the codec inside, but the defaults of `NOT_INHERITED`, with these changes."""
+        defaults = CodecTraits()
+        return replace(self.codec.traits, **{**{name: getattr(defaults, name) for name in NOT_INHERITED}, **changes})
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Encode with the codec inside."""
@@ -360,15 +311,6 @@ class CodecWrapper(Codec):
     def nbytes(self, n: int) -> int:
         """Return the size in bytes of the payload of the codec inside."""
         return self.codec.nbytes(n)
-
-
-def _of_codec(name: str) -> property:
-    return property(lambda self: getattr(self.codec, name), doc=f"The `{name}` of the codec inside.")
-
-
-for _name, _source in CODEC_SOURCES.items():
-    if _source == "codec" and not callable(getattr(Codec, _name)):
-        setattr(CodecWrapper, _name, _of_codec(_name))
 
 
 def check_vectors(codec: Codec) -> None:
@@ -392,7 +334,7 @@ def check_payloads(codec: Codec) -> None:
         ConfigError: it decides that, or it needs the shapes of tensors.
     """
     check_vectors(codec)
-    if codec.own_mean:
+    if codec.traits.own_mean:
         raise ConfigError(
             f"codec={codec}: this strategy itself decides which ranks exchange payloads. Use the codec inside it"
         )
@@ -404,7 +346,7 @@ def check_feedback(codec: Codec | None) -> None:
     Raises:
         ConfigError: it has none.
     """
-    if codec is not None and codec.needs_feedback:
+    if codec is not None and codec.traits.needs_feedback:
         raise ConfigError(
             f"codec={codec}: it is biased, so training without error feedback may diverge. Use ErrorFeedback({codec})"
         )
@@ -420,7 +362,7 @@ def check_sizes(codec: Codec | None, instead: str = "OneBit()") -> None:
     Raises:
         ConfigError: it does not keep them.
     """
-    if codec is not None and not codec.keeps_size:
+    if codec is not None and not codec.traits.keeps_size:
         raise ConfigError(
             f"codec={codec}: every element is decoded to plus or minus one, whatever its size, which fits the "
             f"gradient of one step only. Use AllReduce({codec}), or a codec that sends sizes, such as {instead}"
@@ -439,7 +381,7 @@ def check_differences(codec: Codec | None) -> None:
 
 def sends_all(codec: Codec | None) -> bool:
     """Return True if all that a codec encodes is sent sooner or later, so the effective learning rate is unchanged."""
-    return codec is None or (codec.keeps_size and not codec.forgets)
+    return codec is None or (codec.traits.keeps_size and not codec.traits.forgets)
 
 
 class DrawKey(int):

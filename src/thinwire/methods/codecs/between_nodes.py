@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from torch import Tensor
 
 from thinwire.core.comm.members import check_nodes
 from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
-from thinwire.methods.codecs.base import Codec, CodecWrapper
+from thinwire.methods.codecs.base import Codec, CodecTraits, CodecWrapper
 from thinwire.methods.codecs.cast import Bf16
 from thinwire.registry import registered
 
@@ -44,22 +45,23 @@ class BetweenNodes(CodecWrapper):
     codec: Codec = Bf16()
     node_size: int = 2
 
-    inelastic = "its nodes are neighboring ranks, whose numbers change when one is lost. Use the codec inside it"
-
     def __post_init__(self) -> None:
         check_ranges(self, node_size=("1..", "Use the number of ranks of a machine"))
         if isinstance(self.codec, BetweenNodes):
             raise ConfigError(f"codec={self.codec}: nested nodes are not supported. Use its codec")
 
+    @cached_property
+    def traits(self) -> CodecTraits:
+        """See `CodecTraits`."""
+        return self.traits_around(
+            own_mean=True,
+            inelastic="its nodes are neighboring ranks, whose numbers change when one is lost. Use the codec inside it",
+        )
+
     def check(self, size: int) -> None:
         """Check that the workers fill whole nodes; a single worker is accepted."""
         if size > 1:
             check_nodes(self.node_size, size)
-
-    @property
-    def own_mean(self) -> bool:
-        """True."""
-        return True
 
     def decode_sum(self, payloads: Sequence[Tensor], like: Tensor, keys: Sequence[int]) -> Tensor:
         """Decode and add with the codec inside."""

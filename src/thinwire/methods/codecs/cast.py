@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thinwire.core.kernels import decode_fp8, encode_fp8
 from thinwire.core.validation import check_ranges
-from thinwire.methods.codecs.base import Codec, State
+from thinwire.methods.codecs.base import Codec, CodecTraits, State
 from thinwire.registry import registered
 
 _EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -21,29 +21,17 @@ _SCALE_BYTES = 4
 class _Cast(Codec):
     """Send each element in another dtype, which an all-reduce can add."""
 
-    takes_nan = True
-
-    @property
-    def linear(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """The dtype of the payload."""
-
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """Cast the vector to `dtype`; always a contiguous copy, since an all-reduce will overwrite it."""
-        return x.detach().to(self.dtype, copy=True, memory_format=torch.contiguous_format)
+        """Cast the vector; always a contiguous copy, since an all-reduce will overwrite it."""
+        return x.detach().to(self.traits.dtype, copy=True, memory_format=torch.contiguous_format)
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
         """Cast the payload to the dtype of `like`."""
         return payload.to(like.dtype)
 
     def nbytes(self, n: int) -> int:
-        """Return the bytes of n elements of `dtype`."""
-        return n * self.dtype.itemsize
+        """Return the bytes of n elements."""
+        return n * self.traits.dtype.itemsize
 
 
 @registered
@@ -61,10 +49,10 @@ class Fp32(_Cast):
         (torch.float32, 4000)
     """
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """fp32, four bytes per element."""
-        return torch.float32
+    @cached_property
+    def traits(self) -> CodecTraits:
+        """See `CodecTraits`."""
+        return CodecTraits(linear=True, dtype=torch.float32, takes_nan=True)
 
 
 @registered
@@ -81,17 +69,11 @@ class Bf16(_Cast):
         1.0
     """
 
-    elementwise = True
-
-    @property
-    def rounds_sums(self) -> bool:
-        """True: the all-reduce adds in bf16."""
-        return True
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """bf16, two bytes per element."""
-        return torch.bfloat16
+    @cached_property
+    def traits(self) -> CodecTraits:
+        """See `CodecTraits`."""
+        # The all-reduce adds in bf16.
+        return CodecTraits(linear=True, dtype=torch.bfloat16, rounds_sums=True, elementwise=True, takes_nan=True)
 
 
 @registered
@@ -109,17 +91,11 @@ class Fp16(_Cast):
         [0.5, inf]
     """
 
-    elementwise = True
-
-    @property
-    def rounds_sums(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """fp16, two bytes per element."""
-        return torch.float16
+    @cached_property
+    def traits(self) -> CodecTraits:
+        """See `CodecTraits`."""
+        # The all-reduce adds in fp16.
+        return CodecTraits(linear=True, dtype=torch.float16, rounds_sums=True, elementwise=True, takes_nan=True)
 
 
 @registered
@@ -147,15 +123,13 @@ class Fp8(Codec):
     kind: Literal["e4m3", "e5m2"] = "e4m3"
     block: int = 2048
 
-    takes_nan = True
-
     def __post_init__(self) -> None:
         check_ranges(self, block=("1..", "2048 is usual"))
 
-    @property
-    def alignment(self) -> int:
-        """The elements of a block."""
-        return self.block
+    @cached_property
+    def traits(self) -> CodecTraits:
+        """See `CodecTraits`."""
+        return CodecTraits(alignment=self.block, takes_nan=True)
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write the scales, then a byte for each element."""

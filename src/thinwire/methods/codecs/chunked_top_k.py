@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from thinwire.core.kernels import add_chunks_, chunk_kept, chunked_nbytes, encode_chunks_
 from thinwire.core.validation import check_ranges
-from thinwire.methods.codecs.base import Codec, State
+from thinwire.methods.codecs.base import Codec, CodecTraits, State
 from thinwire.registry import registered
 
 _MOST_CHUNK = 16384
@@ -49,8 +50,6 @@ class ChunkedTopK(Codec):
     chunk: int = 4096
     bits: int = 2
 
-    takes_nan = True
-
     def __post_init__(self) -> None:
         check_ranges(
             self,
@@ -59,15 +58,10 @@ class ChunkedTopK(Codec):
             bits=("1..8", "Use TopK() for values in fp32"),
         )
 
-    @property
-    def needs_feedback(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def alignment(self) -> int:
-        """The elements of a chunk."""
-        return self.chunk
+    @cached_property
+    def traits(self) -> CodecTraits:
+        """See `CodecTraits`."""
+        return CodecTraits(needs_feedback=True, alignment=self.chunk, takes_nan=True)
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write a record for each chunk: scale, positions, values."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from thinwire.core.kernels import all_finite, as_fp32
 from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
-from thinwire.methods.codecs.base import Codec, CodecWrapper, State
+from thinwire.methods.codecs.base import Codec, CodecTraits, CodecWrapper, State
 from thinwire.methods.codecs.one_bit import OneBit
 from thinwire.registry import registered
 
@@ -67,68 +68,41 @@ class ErrorFeedback(CodecWrapper):
 
     def __post_init__(self) -> None:
         check_ranges(self, decay=("(0, 1]", "1 keeps the whole residual"))
-        if self.codec.keeps_residual:
+        inner = self.codec.traits
+        if inner.keeps_residual:
             raise ConfigError(f"codec={self.codec}: it already has error feedback. Use it without ErrorFeedback")
-        if self.codec.own_mean and not self.codec.one_round:
+        if inner.own_mean and not inner.one_round:
             raise ConfigError(
                 f"codec={self.codec}: its messages between nodes have the residual. Put ErrorFeedback inside"
             )
-        if not self.codec.keeps_size:
+        if not inner.keeps_size:
             raise ConfigError(
                 f"codec={self.codec}: every element is decoded to plus or minus one, whatever its size, so the "
                 f"residual could grow without bound. Use AllReduce({self.codec}) without ErrorFeedback, or OneBit()"
             )
-        if self.codec.error_bound >= 1:
+        if inner.error_bound >= 1:
             raise ConfigError(
-                f"codec={self.codec}: its squared error can be {self.codec.error_bound:.3g} times the squared input, "
+                f"codec={self.codec}: its squared error can be {inner.error_bound:.3g} times the squared input, "
                 "so the residual could grow without bound. Its rounding is unbiased. Use it without feedback, or "
                 "with more bits or smaller blocks"
             )
 
-    @property
-    def needs_feedback(self) -> bool:
-        """False: this wrapper is the feedback."""
-        return False
-
-    @property
-    def error_bound(self) -> float:
-        """0: no bound is stated, since the error is sent later."""
-        return 0.0
-
-    @property
-    def linear(self) -> bool:
-        """True if the codec is linear with exact sums: error feedback cannot correct rounded sums."""
-        return self.codec.linear and not self.codec.rounds_sums
-
-    @property
-    def keeps_residual(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def forgets(self) -> bool:
-        """True if the residual decays."""
-        return self.decay < 1
-
-    @property
-    def own_mean(self) -> bool:
-        """The `own_mean` of the codec inside."""
-        return self.codec.own_mean
-
-    @property
-    def one_round(self) -> bool:
-        """The `one_round` of the codec inside."""
-        return self.codec.one_round
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of payloads of the codec inside."""
-        return self.codec.dtype
-
-    @property
-    def residual_after_sum(self) -> bool:
-        """The `residual_after_sum` of the codec inside."""
-        return self.codec.residual_after_sum
+    @cached_property
+    def traits(self) -> CodecTraits:
+        """See `CodecTraits`."""
+        inner = self.codec.traits
+        return self.traits_around(
+            needs_feedback=False,
+            error_bound=0.0,  # none is stated, since the error is sent later
+            # Error feedback cannot correct rounded sums.
+            linear=inner.linear and not inner.rounds_sums,
+            keeps_residual=True,
+            forgets=self.decay < 1,
+            own_mean=inner.own_mean,
+            one_round=inner.one_round,
+            dtype=inner.dtype,
+            residual_after_sum=inner.residual_after_sum,
+        )
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Encode `x` plus the residual with the codec, and update the residual if the result is finite."""

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from torch import Tensor
 
 from thinwire.errors import ConfigError
-from thinwire.methods.codecs.base import Codec, CodecWrapper
+from thinwire.methods.codecs.base import Codec, CodecTraits, CodecWrapper
 from thinwire.methods.codecs.one_bit import OneBit
 from thinwire.registry import registered
 
@@ -43,25 +44,21 @@ class Gathered(CodecWrapper):
     codec: Codec = OneBit()
 
     def __post_init__(self) -> None:
-        if self.codec.linear:
+        if self.codec.traits.linear:
             raise ConfigError(
                 f"codec={self.codec}: an all-reduce can add its payloads, in fewer bytes. Use it without Gathered"
             )
-        if self.codec.keeps_residual or self.codec.one_round:
+        if self.codec.traits.keeps_residual or self.codec.traits.one_round:
             raise ConfigError(
                 f"codec={self.codec}: must be a codec without feedback. Use ErrorFeedback(Gathered(OneBit())) for "
                 "feedback"
             )
 
-    @property
-    def one_round(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def sign_only(self) -> bool:
-        """False: elements of the mean differ in size."""
-        return False
+    @cached_property
+    def traits(self) -> CodecTraits:
+        """See `CodecTraits`."""
+        # The elements of a mean of signs differ in size.
+        return self.traits_around(one_round=True, sign_only=False)
 
     def encode_with_residual_(self, x: Tensor, residual: Tensor, key: int = 0) -> Tensor:
         """Encode with the codec inside."""

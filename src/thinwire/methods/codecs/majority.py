@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from math import inf
 
 from torch import Tensor
 
 from thinwire.core.kernels import pack_signs, unpack_signs
-from thinwire.methods.codecs.base import Codec, State
+from thinwire.methods.codecs.base import Codec, CodecTraits, State
 from thinwire.registry import registered
 
 
@@ -36,27 +37,11 @@ class MajorityVote(Codec):
         ([1.0, -1.0, 1.0], 125)
     """
 
-    takes_nan = True
-
-    @property
-    def sign_only(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def keeps_size(self) -> bool:
-        """False: every element is decoded to plus or minus one."""
-        return False
-
-    @property
-    def error_bound(self) -> float:
-        """Infinity: an element close to zero is decoded to plus or minus one."""
-        return inf
-
-    @property
-    def alignment(self) -> int:
-        """The elements in a byte of signs."""
-        return 8
+    @cached_property
+    def traits(self) -> CodecTraits:
+        """See `CodecTraits`."""
+        # An element close to zero is decoded to plus or minus one, so there is no bound; a byte has 8 signs.
+        return CodecTraits(sign_only=True, keeps_size=False, error_bound=inf, alignment=8, takes_nan=True)
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write the signs: element 8k+j is bit j of byte k."""

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from torch import Tensor
 
 from thinwire.core.kernels import decode_powers, encode_powers
-from thinwire.methods.codecs.base import Codec, State
+from thinwire.methods.codecs.base import Codec, CodecTraits, State
 from thinwire.registry import registered
 
 
@@ -31,17 +33,11 @@ class Natural(Codec):
         ([4.0, -0.5, 0.0], 1125)
     """
 
-    takes_nan = True
-
-    @property
-    def error_bound(self) -> float:
-        """1/8, by Theorem 1 of the paper."""
-        return 0.125
-
-    @property
-    def alignment(self) -> int:
-        """8, since one byte has the signs of 8 elements."""
-        return 8
+    @cached_property
+    def traits(self) -> CodecTraits:
+        """See `CodecTraits`."""
+        # The bound is that of Theorem 1 of the paper; a byte has 8 signs.
+        return CodecTraits(error_bound=0.125, alignment=8, takes_nan=True)
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write one exponent byte per element, then one sign bit per element."""

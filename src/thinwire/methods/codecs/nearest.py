@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from thinwire.core.kernels import decode_rounded_, encode_rounded_, join, quanti
 from thinwire.core.validation import check_ranges
 from thinwire.methods.codecs.base import (
     Codec,
+    CodecTraits,
     State,
     check_multiple_of_8,
     join_planes,
@@ -54,26 +56,20 @@ class Nearest(Codec):
     bits: int = 4
     block: int = 2048
 
-    takes_nan = True
-
     def __post_init__(self) -> None:
         check_ranges(self, bits=("1..8", "Use Bf16() for more"))
         check_multiple_of_8("block", self.block, 2048)
 
-    @property
-    def needs_feedback(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def sign_only(self) -> bool:
-        """True with one bit."""
-        return self.bits == 1
-
-    @property
-    def alignment(self) -> int:
-        """The elements of a block."""
-        return self.block
+    @cached_property
+    def traits(self) -> CodecTraits:
+        """See `CodecTraits`."""
+        return CodecTraits(
+            needs_feedback=True,
+            sign_only=self.bits == 1,
+            alignment=self.block,
+            separable=True,
+            takes_nan=True,
+        )
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write the scales, then the levels: the lowest bit of all elements, then the next bit."""
@@ -115,11 +111,6 @@ class Nearest(Codec):
         x = torch.empty_like(like, dtype=torch.float32)
         sum_rounded_(join(payloads).view(len(payloads), -1), x, bits=self.bits, block=self.block)
         return x.to(like.dtype)
-
-    @property
-    def separable(self) -> bool:
-        """True."""
-        return True
 
     def part_of(self, payload: Tensor, n: int, part: slice) -> Tensor:
         """Return the scales and the bits of the part."""

@@ -4,13 +4,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from thinwire.core.kernels import decode_signs_, encode_signs_, join, sign_nbytes, sum_signs_
-from thinwire.methods.codecs.base import Codec, State, check_multiple_of_8, join_planes, part_of_planes, split_planes
+from thinwire.methods.codecs.base import (
+    Codec,
+    CodecTraits,
+    State,
+    check_multiple_of_8,
+    join_planes,
+    part_of_planes,
+    split_planes,
+)
 from thinwire.registry import registered
 
 
@@ -47,25 +56,20 @@ class OneBit(Codec):
     norm: Literal["l1", "l2"] = "l1"
     whole: bool = False
 
-    takes_nan = True
-
     def __post_init__(self) -> None:
         check_multiple_of_8("block", self.block, 2048)
 
-    @property
-    def needs_feedback(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def sign_only(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def alignment(self) -> int:
-        """The elements of a block; 8, a byte of signs, if the vector has one scale."""
-        return 8 if self.whole else self.block
+    @cached_property
+    def traits(self) -> CodecTraits:
+        """See `CodecTraits`."""
+        # With one scale for the whole vector, a piece needs only whole bytes of signs.
+        return CodecTraits(
+            needs_feedback=True,
+            sign_only=True,
+            alignment=8 if self.whole else self.block,
+            separable=not self.whole,
+            takes_nan=True,
+        )
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write the scales, then the signs: element 8k+j is bit j of byte k."""
@@ -111,11 +115,6 @@ class OneBit(Codec):
         x = torch.empty_like(like, dtype=torch.float32)
         sum_signs_(join(payloads).view(len(payloads), -1), x, block=self._span(x.numel()))
         return x.to(like.dtype)
-
-    @property
-    def separable(self) -> bool:
-        """True, unless the vector has one scale."""
-        return not self.whole
 
     def part_of(self, payload: Tensor, n: int, part: slice) -> Tensor:
         """Return the scales and the bits of the part."""

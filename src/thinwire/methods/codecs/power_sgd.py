@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
 from itertools import groupby
 from threading import Lock
 
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from thinwire.core.kernels import uniform
 from thinwire.core.validation import check_ranges
-from thinwire.methods.codecs.base import Matrix, MatrixCodec, Rounds, State, draw_key
+from thinwire.methods.codecs.base import MATRIX_TRAITS, CodecTraits, Matrix, MatrixCodec, Rounds, State, draw_key
 from thinwire.registry import registered
 
 _ONE_AT_A_TIME = Lock()  # torch loads its GPU solvers at the first call, which is not thread-safe
@@ -64,10 +66,13 @@ class PowerSGD(MatrixCodec):
     rank: int = 4
     min_ratio: float = 2.0
 
-    growing = ("factor/",)
-
     def __post_init__(self) -> None:
         check_ranges(self, rank=("1..", "1 to 4 are usual"), min_ratio=("[0, inf)", "2 is usual"))
+
+    @cached_property
+    def traits(self) -> CodecTraits:
+        """See `CodecTraits`."""
+        return replace(MATRIX_TRAITS, growing=("factor/",))
 
     def compresses(self, matrix: Matrix) -> bool:
         """Return True if a matrix is sent as two factors."""

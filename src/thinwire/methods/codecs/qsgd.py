@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from thinwire.core.kernels import dequantize_, quantize_, quantized_nbytes
 from thinwire.core.validation import check_ranges
-from thinwire.methods.codecs.base import Codec, State, check_multiple_of_8
+from thinwire.methods.codecs.base import Codec, CodecTraits, State, check_multiple_of_8
 from thinwire.registry import registered
 
 
@@ -44,22 +46,17 @@ class QSGD(Codec):
     bits: int = 4
     bucket: int = 512
 
-    takes_nan = True
-
     def __post_init__(self) -> None:
         check_ranges(self, bits=("2..8", "Use OneBit() for one"))
         check_multiple_of_8("bucket", self.bucket, 512)
 
-    @property
-    def error_bound(self) -> float:
-        """The bound of Lemma 3.1 of the paper."""
+    @cached_property
+    def traits(self) -> CodecTraits:
+        """See `CodecTraits`."""
         levels = 2 ** (self.bits - 1) - 1
-        return min(self.bucket / levels**2, self.bucket**0.5 / levels)
-
-    @property
-    def alignment(self) -> int:
-        """The elements of a bucket."""
-        return self.bucket
+        # The bound of Lemma 3.1 of the paper.
+        bound = min(self.bucket / levels**2, self.bucket**0.5 / levels)
+        return CodecTraits(error_bound=bound, alignment=self.bucket, takes_nan=True)
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write the norms, then the levels: the lowest bit of all elements, then the next bit."""

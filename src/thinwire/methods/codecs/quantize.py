@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from thinwire.core.kernels import dequantize_, quantize_, quantized_nbytes
 from thinwire.core.validation import check_ranges
-from thinwire.methods.codecs.base import Codec, DrawKey, State, check_multiple_of_8
+from thinwire.methods.codecs.base import Codec, CodecTraits, DrawKey, State, check_multiple_of_8
 from thinwire.registry import registered
 
 
@@ -51,30 +53,19 @@ class Quantize(Codec):
     dither: bool = False
     correlated: bool = False
 
-    takes_nan = True
-
     def __post_init__(self) -> None:
         check_ranges(self, bits=("1..8", "Use Bf16() for more"))
         check_multiple_of_8("block", self.block, 2048)
 
-    @property
-    def sign_only(self) -> bool:
-        """True with one bit."""
-        return self.bits == 1
-
-    @property
-    def error_bound(self) -> float:
-        """The bound for a block of one large element and many small ones."""
-        # With one bit every element becomes plus or minus the largest of its block.
-        if self.bits == 1:
-            return float(self.block)
+    @cached_property
+    def traits(self) -> CodecTraits:
+        """See `CodecTraits`."""
         levels = 2 ** (self.bits - 1) - 1
-        return self.block / (12 * levels**2) if self.dither else self.block**0.5 / (2 * levels)
-
-    @property
-    def alignment(self) -> int:
-        """The elements of a block."""
-        return self.block
+        if self.bits == 1:  # every element becomes plus or minus the largest of its block
+            bound = float(self.block)
+        else:  # that of a block of one large element and many small ones
+            bound = self.block / (12 * levels**2) if self.dither else self.block**0.5 / (2 * levels)
+        return CodecTraits(sign_only=self.bits == 1, error_bound=bound, alignment=self.block, takes_nan=True)
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write the scales, then the levels: the lowest bit of all elements, then the next bit."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from math import ceil
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from thinwire.core.kernels import as_fp32, take, top_k, uniform
 from thinwire.core.validation import check_ranges
-from thinwire.methods.codecs.base import Codec, State
+from thinwire.methods.codecs.base import Codec, CodecTraits, State
 from thinwire.registry import registered
 
 
@@ -41,30 +42,20 @@ class RandomK(Codec):
     fraction: float = 0.01
     unbiased: bool = True
 
-    takes_nan = True
-
     def __post_init__(self) -> None:
         check_ranges(self, fraction=("(0, 1]", "0.01 is usual"))
 
-    @property
-    def linear(self) -> bool:
-        """True, for equal keys."""
-        return True
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """fp32."""
-        return torch.float32
-
-    @property
-    def needs_feedback(self) -> bool:
-        """True unless it is unbiased."""
-        return not self.unbiased and self.fraction < 1
-
-    @property
-    def error_bound(self) -> float:
-        """The variance of the unbiased codec."""
-        return 1 / self.fraction - 1 if self.unbiased else 0.0
+    @cached_property
+    def traits(self) -> CodecTraits:
+        """See `CodecTraits`."""
+        # Payloads of equal keys can be added; the bound is the variance of the unbiased codec.
+        return CodecTraits(
+            linear=True,
+            dtype=torch.float32,
+            needs_feedback=not self.unbiased and self.fraction < 1,
+            error_bound=1 / self.fraction - 1 if self.unbiased else 0.0,
+            takes_nan=True,
+        )
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Return the values, in fp32."""

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from thinwire.core.kernels import as_fp32, heavy, sketch_, unsketch
 from thinwire.errors import ConfigError
-from thinwire.methods.codecs.base import Codec, State
+from thinwire.methods.codecs.base import Codec, CodecTraits, State
 from thinwire.registry import registered
 
 # With fewer columns, large elements share cells so often that the median of few rows does not recover them.
@@ -53,8 +55,6 @@ class Sketch(Codec):
     columns: int = 16384
     kept: int = 512
 
-    takes_nan = True
-
     def __post_init__(self) -> None:
         if self.rows < 1 or self.rows % 2 == 0:
             raise ConfigError(f"rows={self.rows}: must be odd for a median. Use 3 or 5")
@@ -64,25 +64,17 @@ class Sketch(Codec):
                 f"{_MIN_COLUMNS_PER_ELEMENT * max(self.kept, 1)} columns"
             )
 
-    @property
-    def linear(self) -> bool:
-        """True, for equal keys."""
-        return True
-
-    @property
-    def residual_after_sum(self) -> bool:
-        """True: the decoded elements depend on the sum."""
-        return True
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """fp32."""
-        return torch.float32
-
-    @property
-    def needs_feedback(self) -> bool:
-        """True."""
-        return True
+    @cached_property
+    def traits(self) -> CodecTraits:
+        """See `CodecTraits`."""
+        # Tables of equal keys can be added, and the decoded elements depend on the sum.
+        return CodecTraits(
+            linear=True,
+            dtype=torch.float32,
+            residual_after_sum=True,
+            needs_feedback=True,
+            takes_nan=True,
+        )
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Return the table in fp32, row by row; short vectors unchanged."""

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from thinwire.core.kernels import clip_outliers, dequantize_, quantize_, quantized_nbytes
 from thinwire.errors import ConfigError
-from thinwire.methods.codecs.base import Codec, State, check_multiple_of_8
+from thinwire.methods.codecs.base import Codec, CodecTraits, State, check_multiple_of_8
 from thinwire.registry import registered
 
 _BITS = 2
@@ -43,22 +45,16 @@ class TernGrad(Codec):
     block: int = 2048
     clip: float | None = 2.5
 
-    takes_nan = True
-
     def __post_init__(self) -> None:
         check_multiple_of_8("block", self.block, 2048)
         if self.clip is not None and not self.clip > 0:
             raise ConfigError(f"clip={self.clip}: must be positive. 2.5 standard deviations is usual")
 
-    @property
-    def error_bound(self) -> float:
-        """sqrt(block) / 2, for a block of one large element and many small ones."""
-        return self.block**0.5 / 2
-
-    @property
-    def alignment(self) -> int:
-        """The number of elements in a block."""
-        return self.block
+    @cached_property
+    def traits(self) -> CodecTraits:
+        """See `CodecTraits`."""
+        # The bound is for a block of one large element and many small ones.
+        return CodecTraits(error_bound=self.block**0.5 / 2, alignment=self.block, takes_nan=True)
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write a scale per block, then two bits per element: first all low bits, then all high bits."""

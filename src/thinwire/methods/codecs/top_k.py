@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from math import ceil
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from thinwire.core.kernels import as_fp32, join, pack_indices, packed_nbytes, take, top_k, unpack_indices
 from thinwire.core.validation import check_ranges
-from thinwire.methods.codecs.base import Codec, State
+from thinwire.methods.codecs.base import Codec, CodecTraits, State
 from thinwire.registry import registered
 
 _VALUE_BYTES = 4
@@ -41,15 +42,13 @@ class TopK(Codec):
 
     fraction: float = 0.01
 
-    takes_nan = True
-
     def __post_init__(self) -> None:
         check_ranges(self, fraction=("(0, 1]", "0.01 is usual"))
 
-    @property
-    def needs_feedback(self) -> bool:
-        """True."""
-        return True
+    @cached_property
+    def traits(self) -> CodecTraits:
+        """See `CodecTraits`."""
+        return CodecTraits(needs_feedback=True, takes_nan=True)
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write the values, then their indices in ascending order."""

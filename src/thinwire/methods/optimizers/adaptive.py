@@ -68,7 +68,7 @@ def check_signs(strategy: object, codec: Codec | None, optimizer: Optimizer) -> 
     Raises:
         ConfigError: the pair does not work; the error suggests alternatives.
     """
-    if codec is None or not codec.sign_only or not divides_by_size(optimizer):
+    if codec is None or not codec.traits.sign_only or not divides_by_size(optimizer):
         return
     name = type(optimizer).__name__
     raise ConfigError(

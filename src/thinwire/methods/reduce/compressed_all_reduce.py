@@ -97,7 +97,7 @@ def compressed_mean_(
         like: a vector in the dtype of the model, for residuals that have it; by default `x`.
     """
     count = count or _num_contributors(comm, x)
-    if not codec.keeps_residual and codec.linear:
+    if not codec.traits.keeps_residual and codec.traits.linear:
         return _linear_mean(comm, x, codec, state, key=key, count=count)
     dtype = residual_dtype(codec, x if like is None else like)
     where = ResidualSlice(offset, length if length is not None else x.numel(), segments, dtype)
@@ -161,17 +161,18 @@ def mean_from_residual(
 
 def server_pieces(comm: Comm, x: Tensor, codec: Codec) -> list[slice]:
     """Return the piece of which each rank is the server, in `mean_from_residual`."""
-    return pieces(x.numel(), comm.size, codec.alignment)
+    return pieces(x.numel(), comm.size, codec.traits.alignment)
 
 
 def at_once(codec: Codec) -> bool:
     """Return True if a message's error is known at its launch: with error feedback in two stages."""
-    return isinstance(codec, ErrorFeedback) and not codec.linear and not codec.own_mean and not codec.forgets
+    traits = codec.traits
+    return isinstance(codec, ErrorFeedback) and not (traits.linear or traits.own_mean or traits.forgets)
 
 
 def _known_for(codec: Codec, finite: Flag) -> Flag:
     """Return the flag, read on the host unless the codec takes all that is not finite or valid."""
-    return finite if codec.takes_nan else holds(finite)
+    return finite if codec.traits.takes_nan else holds(finite)
 
 
 def _nan_unless_(payload: Tensor, finite: Flag) -> Tensor:
@@ -212,16 +213,16 @@ def _stages(comm: Comm, x: Tensor, codec: Codec, state: State, where: ResidualSl
             edges = [each.stop for each in matrices_of(where.segments, x, where.offset)]
             cuts = pieces_at(edges, codec.node_size)
         else:
-            cuts = pieces(x.numel(), codec.node_size, codec.alignment)
+            cuts = pieces(x.numel(), codec.node_size, codec.traits.alignment)
         return mean_between_nodes(comm, x, codec.node_size, cuts, part_mean, count=count)
-    linear, keeps_residual = codec.linear, codec.keeps_residual
+    linear, keeps_residual = codec.traits.linear, codec.traits.keeps_residual
     if linear and not keeps_residual:
         return _linear_stages(comm, x, codec, state, key=key, count=count)
     residual = residual_of(state, x, where.offset, where.length, where.dtype) if keeps_residual else None
     if isinstance(codec, MatrixCodec) and residual is not None:
         matrices = matrices_of(where.segments, x, where.offset)
         return _matrix_mean(comm, x, codec, residual, matrices, state, key=key, count=count)
-    if codec.one_round:
+    if codec.traits.one_round:
         return _gathered_mean(comm, x, codec, residual, key=key, count=count)
     if isinstance(codec, ErrorFeedback) and linear and residual is not None:
         return _residual_mean(comm, x, codec, residual, key=key, count=count)
@@ -232,7 +233,7 @@ def _linear_mean(comm: Comm, x: Tensor, codec: Codec, state: State, *, key: int,
     """Average payloads that an all-reduce can add, without residuals."""
     payload = codec.encode(x, state, key)
     # A codec that drops elements could drop a non-finite one too.
-    if not codec.elementwise:
+    if not codec.traits.elementwise:
         _nan_unless_(payload, is_finite(x))
     work = mean_(comm, payload, count=count)
     return work.then(lambda payload: x.copy_(codec.decode(payload, x, key)))
@@ -301,9 +302,9 @@ def _two_stages_of(
     inner, decay = (codec.codec, codec.decay) if isinstance(codec, ErrorFeedback) else (codec, 1.0)
     answer = inner if server is None or server is codec else server
     # Cut at block boundaries of both codecs, so that no block is split between servers.
-    cuts = pieces(x.numel(), comm.size, lcm(inner.alignment, answer.alignment))
+    cuts = pieces(x.numel(), comm.size, lcm(inner.traits.alignment, answer.traits.alignment))
     residuals = None
-    if inner is not codec or codec.needs_feedback:
+    if inner is not codec or codec.traits.needs_feedback:
         residual = residual_of(state, x, where.offset, where.length, where.dtype)
         residuals = residual, server_residual_of(state, x, cuts[comm.rank], where.offset, count, where.dtype)
     keys = StageKeys.of(key, comm.rank, comm.size)
@@ -371,7 +372,7 @@ def _two_stage_mean(comm: Comm, x: Tensor, ends: _Ends, recipe: str) -> Stages:
     yield
 
     # Decode all ranks' payloads of this rank's piece, and encode their mean.
-    received = unseal_all(scattered.wait(), header, codec.dtype, comm.name)
+    received = unseal_all(scattered.wait(), header, codec.traits.dtype, comm.name)
     del scattered
     finite = _known_for(codec, both(received.finite, received.valid))
     # An all-gather needs payloads of one size: that of the first piece, the longest one.
@@ -392,7 +393,7 @@ def _two_stage_mean(comm: Comm, x: Tensor, ends: _Ends, recipe: str) -> Stages:
     yield
 
     # All ranks check the same flags of all servers before any of them changes its residuals or its vector.
-    means = unseal_all(gathered.wait(), header, server.dtype, comm.name)
+    means = unseal_all(gathered.wait(), header, server.traits.dtype, comm.name)
     del gathered
 
     def refuse() -> None:
@@ -489,11 +490,11 @@ class _InParts:
     def _parts(self, cut: slice) -> list[slice]:
         """Cut a piece into parts that the codec can encode one at a time."""
         limit = _PART_ON_GPU if self.residual.is_cuda else _PART
-        if cut.stop - cut.start <= limit or not self.codec.separable:
+        if cut.stop - cut.start <= limit or not self.codec.traits.separable:
             return [cut]
         if self.residual.is_meta:
             limit = max(limit, self.residual.numel() // 64)  # a dry run of a large model has fewer parts
-        size = self.codec.alignment * max(1, limit // self.codec.alignment)
+        size = self.codec.traits.alignment * max(1, limit // self.codec.traits.alignment)
         return [slice(start, min(start + size, cut.stop)) for start in range(cut.start, cut.stop, size)]
 
     def _joined(self, codes: list[Tensor], parts: Sequence[slice]) -> Tensor:
@@ -587,7 +588,7 @@ def _residual_mean(comm: Comm, x: Tensor, feedback: ErrorFeedback, residual: Ten
     own = _known_for(codec, is_finite(x))
     if own is False:
         payload = codec.encode(torch.zeros_like(updated), {}, key)
-    elif codec.residual_after_sum:
+    elif codec.traits.residual_after_sum:
         payload = codec.encode(updated.add_(residual), {}, key)
     else:
         payload = codec.encode_with_residual_(updated, as_fp32(residual), key)
@@ -605,7 +606,7 @@ def _residual_mean(comm: Comm, x: Tensor, feedback: ErrorFeedback, residual: Ten
         x.fill_(torch.nan)
     else:
         mean = codec.decode(payload, updated, key)
-        if codec.residual_after_sum:
+        if codec.traits.residual_after_sum:
             # Each of `size` workers subtracts this part of the mean; together they subtract `count` means: the sum.
             updated.sub_(mean, alpha=count / comm.size)
         # The residual first: `updated` shares memory with `x` if `x` is in fp32.
@@ -643,7 +644,7 @@ def _gathered_mean(comm: Comm, x: Tensor, codec: Codec, residual: Tensor | None,
     yield
 
     # All ranks read the same flags and decode the same bytes, in the same order.
-    received = unseal_all(gathered.wait(), header, inner.dtype, comm.name)
+    received = unseal_all(gathered.wait(), header, inner.traits.dtype, comm.name)
     del gathered
 
     def refuse() -> None:
@@ -793,7 +794,7 @@ def compressed_exchange(
 
     def decode_all(messages: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         messages = [own_message, *messages]
-        opened = unseal_all(messages, header, codec.dtype, lambda place: comm.name(sources[place]))
+        opened = unseal_all(messages, header, codec.traits.dtype, lambda place: comm.name(sources[place]))
         finite, valid = read_flags([opened.finite, opened.valid])
         where = f"{comm.name(comm.rank)}, step {comm.step}, compressed exchange"
         if not valid:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from thinwire.errors import ConfigError
-from thinwire.methods.codecs.base import Codec, draw_key
+from thinwire.methods.codecs.base import Codec, CodecTraits, draw_key
 from thinwire.methods.codecs.feedback import ErrorFeedback
 from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.strategies.traits import Traits
@@ -124,9 +124,10 @@ def check_user_classes(recipe: object, *, fed_back: bool = False) -> None:
     if isinstance(recipe, Strategy | Codec | Topology) and not type(recipe).__module__.startswith("thinwire."):
         _check_frozen(recipe)
         if isinstance(recipe, Strategy):
-            _check_traits(recipe)
+            _check_traits(recipe, Traits)
             _check_hooks(recipe)
         if isinstance(recipe, Codec):
+            _check_traits(recipe, CodecTraits)
             _check_codec(recipe, fed_back=fed_back)
     if is_dataclass(recipe):
         feeds_back = recipe.traits.feeds_back if isinstance(recipe, Strategy) else isinstance(recipe, ErrorFeedback)
@@ -148,15 +149,17 @@ def _check_frozen(recipe: object) -> None:
         )
 
 
-def _check_traits(strategy: Strategy) -> None:
-    """Check that no trait is an attribute of the class, which nothing reads."""
-    hyperparameters = {each.name for each in fields(strategy)} if is_dataclass(strategy) else set[str]()
-    for name in sorted({each.name for each in fields(Traits)} - hyperparameters):
-        value = getattr(type(strategy), name, None)
-        if isinstance(value, bool | int | float | str | tuple):
+def _check_traits(recipe: Strategy | Codec, kind: type[Traits | CodecTraits]) -> None:
+    """Check that no trait is an attribute or a property of the class, which nothing reads."""
+    hyperparameters = {each.name for each in fields(recipe)} if is_dataclass(recipe) else set[str]()
+    for name in sorted({each.name for each in fields(kind)} - hyperparameters):
+        value = getattr(type(recipe), name, None)
+        if isinstance(value, property):
+            value = getattr(recipe, name)
+        if isinstance(value, bool | int | float | str | tuple | torch.dtype):
             raise ConfigError(
-                f"{type(strategy).__name__} has the class attribute {name}={value!r}. Traits are read from "
-                f"strategy.traits only. Return thinwire.Traits({name}={value!r}) from a cached_property `traits`."
+                f"{type(recipe).__name__} has the class attribute {name}={value!r}. Traits are read from `traits` "
+                f"only. Return thinwire.{kind.__name__}({name}={value!r}) from a cached_property `traits`."
             )
 
 
@@ -210,9 +213,9 @@ def _check_codec(codec: Codec, *, fed_back: bool) -> None:
             found, nbytes = payload.numel() * payload.element_size(), codec.nbytes(n)
         except Exception as error:
             raise ConfigError(f"{where}: a vector of {n} elements fails: {type(error).__name__}: {error}") from error
-        if payload.dtype != codec.dtype:
+        if payload.dtype != codec.traits.dtype:
             raise ConfigError(
-                f"{where}: encode returned {payload.dtype}, but its dtype is {codec.dtype}. Make them equal."
+                f"{where}: encode returned {payload.dtype}, but its dtype is {codec.traits.dtype}. Make them equal."
             )
         if found != nbytes:
             raise ConfigError(
@@ -231,7 +234,7 @@ def _check_codec(codec: Codec, *, fed_back: bool) -> None:
                 f"{where}: decode returned {list(y.shape)} of {y.dtype} for a vector of {n} elements of {x.dtype}, or "
                 "numbers that are not finite. Return a finite tensor like the argument `like`."
             )
-    if codec.needs_feedback or fed_back or codec.keeps_residual or not codec.keeps_size:
+    if codec.traits.needs_feedback or fed_back or codec.traits.keeps_residual or not codec.traits.keeps_size:
         return
     x = torch.randn(_SIZES[-1], generator=generator, dtype=torch.float32, device="cpu")
     keys = [draw_key(1, draw) for draw in range(_DRAWS)]
@@ -241,8 +244,8 @@ def _check_codec(codec: Codec, *, fed_back: bool) -> None:
     if bias > _MOST_BIAS * float(x.norm()) + spread:
         warnings.warn(
             f"{where} is biased: the mean of {_DRAWS} decoded payloads is {bias / float(x.norm()):.0%} away from the "
-            f"vector. Training without error feedback may diverge. Use ErrorFeedback({codec!r}), and let "
-            "needs_feedback return True.",
+            f"vector. Training without error feedback may diverge. Use ErrorFeedback({codec!r}), and "
+            "declare thinwire.CodecTraits(needs_feedback=True).",
             UserWarning,
             stacklevel=2,
         )

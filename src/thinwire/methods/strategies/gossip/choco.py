@@ -88,7 +88,7 @@ class Choco(Strategy):
         check_sizes(self.codec)
         if isinstance(self.codec, ErrorFeedback):
             raise ConfigError(f"codec={self.codec}: public copies keep the residual already. Use {self.codec.codec}")
-        if self.codec.error_bound >= 1 or self.codec.residual_after_sum:
+        if self.codec.traits.error_bound >= 1 or self.codec.traits.residual_after_sum:
             raise ConfigError(
                 f"codec={self.codec}: its error can be larger than its input, so copies would diverge. Use "
                 "OneBit(), TopK(), or more bits in smaller blocks"

@@ -21,7 +21,7 @@ def check_tracked(codec: Codec | None) -> None:
         ConfigError: it cannot, or its residual decays or is in the dtype of the model.
     """
     check_differences(codec)
-    if codec is not None and codec.forgets:
+    if codec is not None and codec.traits.forgets:
         raise ConfigError(
             f"codec={codec}: workers do not return to the mean here, so the mean would never get what a decaying "
             "residual drops. Use decay=1"
@@ -35,7 +35,7 @@ def check_tracked(codec: Codec | None) -> None:
 
 def tracks(codec: Codec | None) -> TypeGuard[Codec]:
     """Return True if `tracked_mean` keeps a mean that follows all workers."""
-    return codec is not None and codec.keeps_residual
+    return codec is not None and codec.traits.keeps_residual
 
 
 def common_point(r: Replica, codec: Codec | None) -> Tensor:
@@ -109,7 +109,7 @@ def tracked_mean(r: Replica, x: Tensor, point: Tensor, codec: Codec | None) -> W
     """
     if codec is None:
         return mean_(r.comm, x.clone())
-    if not codec.keeps_residual:
+    if not codec.traits.keeps_residual:
         return mean_from(r, x, point, codec)
     mean, sent = r.state["mean"], r.state.get("sent")
     if sent is None:

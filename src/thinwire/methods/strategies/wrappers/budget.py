@@ -261,10 +261,10 @@ class Budget(Wrapper):
     def _levels(self) -> Levels | None:
         codec = next(codecs_of(self.base), None)
         levels = None if codec is None else levels_of(codec)
-        if levels is None or not self._exchanges or codec is None or codec.sign_only:
+        if levels is None or not self._exchanges or codec is None or codec.traits.sign_only:
             return levels
         # Signs of gradients do not fit every optimizer, unlike signs of differences of parameters.
-        first = sum(each.sign_only for each in levels.codecs)
+        first = sum(each.traits.sign_only for each in levels.codecs)
         return Levels(levels.name, levels.values[first:], levels.codecs[first:])
 
     @property

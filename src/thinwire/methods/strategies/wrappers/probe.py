@@ -121,11 +121,11 @@ class Probe(Wrapper):
         while isinstance(exchanging, Wrapper):
             exchanging = exchanging.base
         codec = next(codecs_of(exchanging), None)
-        if codec is None or not (codec.keeps_residual or codec.error_bound >= 1):
+        if codec is None or not (codec.traits.keeps_residual or codec.traits.error_bound >= 1):
             return
         found = (
             "its means contain parts of earlier gradients, and lack parts of this one"
-            if codec.keeps_residual
+            if codec.traits.keeps_residual
             else "its error may exceed the gradient, and would count as noise"
         )
         raise ConfigError(
