@@ -132,13 +132,13 @@ class Attachment:
             eager: Any = torch.compiler.disable(_look_for_ddp)
             _look_eagerly.append(eager)
         self._guard_model(worker)
+        worker.undo.callback(worker.model.register_forward_pre_hook(worker.account.times.before_forward).remove)
         for module in worker.model.modules():
             worker.undo.callback(module.register_load_state_dict_pre_hook(_before_load).remove)
             _hide_hooks(worker, module)
         if worker.comm.size > 1:
             worker.undo.callback(worker.model.register_forward_pre_hook(_before_forward).remove)
             worker.undo.callback(worker.model.register_state_dict_pre_hook(_before_state_dict).remove)
-        worker.undo.callback(worker.model.register_forward_pre_hook(worker.account.times.before_forward).remove)
         _guard_groups(worker)
         worker.undo.callback(self._release, trained)
 

@@ -216,17 +216,8 @@ class Comm(ABC):
         if self.size == 1:
             self.round = ""
             return completed([number])
-        gathered, clock, step = self._gather_row(call, number), self.runtime.clock, self.step
-        launched = clock()
-
-        def finish() -> list[int]:
-            start = clock()
-            try:
-                return gathered.wait()
-            finally:
-                self.meter.waited("check", launched, start, clock(), step)
-
-        return Work(finish)
+        gathered, clock = self._gather_row(call, number), self.runtime.clock
+        return self.meter.timed(gathered, "check", clock(), clock, self.step)
 
     def _gather_row(self, call: str, number: int) -> Work[list[int]]:
         self.round = ""  # also after a hook that failed before its first call
@@ -439,24 +430,15 @@ class Comm(ABC):
 
     def _track(self, operation: str, sent: float, launch: Callable[[], Work[T]], like: Tensor | None = None) -> Work[T]:
         """Count a call, launch it, and time its wait; `like` has the same size and dtype on all ranks."""
-        self.meter.sent(operation, sent)
         check = None
         if (self.round or self.checks_calls) and operation != "send_recv":
             check = self._check_call(operation, like)
-        # The step of the launch: the wait may belong to a later step.
-        clock, step = self.runtime.clock, self.step
+        clock = self.runtime.clock
         launched = clock()
         work = launch()
-
-        def finish() -> T:
-            start = clock()
-            if check is not None:
-                check.wait()
-            result = work.wait()
-            self.meter.waited(operation, launched, start, clock(), step)
-            return result
-
-        return Work(finish)
+        self.meter.sent(operation, sent)
+        # The step of the launch: the wait may belong to a later step.
+        return self.meter.timed(work if check is None else work.after(check), operation, launched, clock, self.step)
 
     # -- for backends, which need no checks, no counting and no special case for one rank
     # ------------------------------------------

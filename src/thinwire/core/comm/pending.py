@@ -60,7 +60,8 @@ class PendingMeans:
     def launch(self, mean: Stages) -> Work[Tensor]:
         """Start a mean; the `wait` of its work finishes all means in flight."""
         next(mean)
-        self._advance()
+        if self._in_first_stage:
+            self._advance()
         self._means.append(mean)
         self._in_first_stage = True
 
@@ -72,7 +73,14 @@ class PendingMeans:
             # The first wait finishes all means; later waits only fetch their result.
             if mean in self._means:
                 self._finish()
-            return _result(mean)
+            try:
+                next(mean)
+            except StopIteration as end:
+                if end.value is not None:
+                    return end.value
+            raise CommError(
+                "this mean failed at an earlier wait, alone or with others of its step. See the first error"
+            )
 
         return Work(finish, advance=advance)
 
@@ -94,8 +102,7 @@ class PendingMeans:
         self._means = []
 
     def _agree(self) -> None:
-        flags = [next(mean) for mean in self._means]
-        finite = all(read_flags([flag for flag in flags if flag is not None]))
+        finite = all(read_flags([flag for mean in self._means if (flag := next(mean)) is not None]))
         for mean in self._means:
             mean.send(finite)
 
@@ -108,13 +115,3 @@ class PendingMeans:
                 mean.close()
             self._means, self._in_first_stage = [], False
             raise
-
-
-def _result(mean: Stages) -> Tensor:
-    """Return the result of a mean after its last `yield`."""
-    try:
-        next(mean)
-    except StopIteration as end:
-        if end.value is not None:
-            return end.value
-    raise CommError("this mean failed at an earlier wait, alone or with others of its step. See the first error")

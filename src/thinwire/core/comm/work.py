@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -72,6 +72,15 @@ class Work(Generic[T]):
         if self._finish is not None and self._advance is not None:
             self._advance()
 
+    def after(self, check: Work[Any]) -> Work[T]:
+        """Return the same operation, whose `wait()` first waits for a check."""
+
+        def finish() -> T:
+            check.wait()
+            return self.wait()
+
+        return Work(finish)
+
     def then(self, use: Callable[[T], U]) -> Work[U]:
         """Return the same operation with `use` applied to its result inside `wait()`."""
         return Work(lambda: use(self.wait()), lambda: self.ready, self.advance)
@@ -132,6 +141,18 @@ class Meter:
         self.messages += 1
         self.payload_bytes += nbytes
         self.by_operation[operation] = self.by_operation.get(operation, 0.0) + nbytes
+
+    def timed(self, work: Work[T], operation: str, launched: float, clock: Callable[[], float], step: int) -> Work[T]:
+        """Return the same operation, whose wait is counted; it was launched earlier, in seconds of the clock."""
+
+        def finish() -> T:
+            start = clock()
+            try:
+                return work.wait()
+            finally:
+                self.waited(operation, launched, start, clock(), step)
+
+        return Work(finish)
 
     def waited(self, operation: str, launched: float, start: float, end: float, step: int) -> None:
         """Count one wait, from `start` to `end`, for an operation launched earlier; all in seconds."""

@@ -7,6 +7,7 @@ A payload has all scales in fp32, then the bit planes, as in `quantized`.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -67,11 +68,11 @@ def decode_rounded_(payload: Tensor, out: Tensor, *, bits: int, block: int) -> N
     Raises:
         ConfigError: sizes do not fit, or an argument is out of range.
     """
-    _sum(payload[None], out, bits=bits, block=block, add=False)
+    _sum([payload], out, bits=bits, block=block, add=False)
 
 
-def sum_rounded_(payloads: Tensor, out: Tensor, *, bits: int, block: int) -> None:
-    """Decode payloads, uint8 [m, bytes], and write their sum, in their order, into `out`, fp32 [n].
+def sum_rounded_(payloads: Sequence[Tensor], out: Tensor, *, bits: int, block: int) -> None:
+    """Decode payloads, and write their sum, in their order, into `out`, fp32 [n].
 
     Raises:
         ConfigError: sizes do not fit, or an argument is out of range.
@@ -79,18 +80,20 @@ def sum_rounded_(payloads: Tensor, out: Tensor, *, bits: int, block: int) -> Non
     _sum(payloads, out, bits=bits, block=block, add=True)
 
 
-def _sum(payloads: Tensor, out: Tensor, *, bits: int, block: int, add: bool) -> None:
-    check_code(out, payloads, bits=bits, block=block, scale_bytes=_SCALE_BYTES)
+def _sum(payloads: Sequence[Tensor], out: Tensor, *, bits: int, block: int, add: bool) -> None:
+    for payload in payloads:
+        check_code(out, payload, bits=bits, block=block, scale_bytes=_SCALE_BYTES)
     if out.numel() == 0 or out.is_meta:
         return
-    payloads, library = payloads.contiguous(), compiled(out)
+    library = compiled(out)
     with writable(out) as target:
         if library is not None:
             how = _Rounding(out.numel(), block, bits)
             part = torch.empty_like(target) if add else target
             if add:
                 target.zero_()
-            for payload in payloads:
+            for each in payloads:
+                payload = each.contiguous()
                 library.thinwire_decode_rounded(payload.data_ptr(), part.data_ptr(), ctypes.byref(how))
                 if add:
                     target.add_(part)
@@ -98,7 +101,7 @@ def _sum(payloads: Tensor, out: Tensor, *, bits: int, block: int, add: bool) -> 
         sum_by = rounded.sum_rounded_
         if on_gpu(out, _sample):
             from thinwire.core.kernels.triton_rounded import sum_rounded_ as sum_by
-        sum_by(payloads, target, bits=bits, block=block, add=add)
+        sum_by(torch.stack(list(payloads)), target, bits=bits, block=block, add=add)
 
 
 def _sample(device: torch.device) -> list[Tensor]:
@@ -108,6 +111,6 @@ def _sample(device: torch.device) -> list[Tensor]:
         payload = torch.empty(quantized_nbytes(x.numel(), bits, 2048), dtype=torch.uint8, device=device)
         rest, decoded = 0.1 * x, torch.empty_like(x)
         encode_rounded_(x, rest, payload, bits=bits, block=2048)
-        sum_rounded_(torch.stack([payload, payload]), decoded, bits=bits, block=2048)
+        sum_rounded_([payload, payload], decoded, bits=bits, block=2048)
         found += [payload, rest, decoded]
     return found

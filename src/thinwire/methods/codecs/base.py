@@ -30,7 +30,7 @@ class CodecTraits:
 
     Attributes:
         needs_feedback: the codec is biased, so training without error feedback may diverge.
-        error_bound: an upper bound of E|x - C(x)|^2 / |x|^2; if it is 1 or more, error feedback may diverge. 0 if no
+        error_bound: an upper bound of `E|x - C(x)|^2 / |x|^2`; if it is 1 or more, error feedback may diverge. 0 if no
             bound is stated: for casts, and for codecs made for error feedback, such as `TopK` and `OneBit`.
         alignment: the number of elements encoded together; long vectors are split only at multiples of it.
         dtype: the dtype of payloads.
@@ -178,14 +178,13 @@ class Codec(Recipe, ABC):
         """Decompress the payload of each piece of `x`, which is in fp32.
 
         Args:
-            payloads: one for each piece; bytes after the piece's own are ignored.
+            payloads: one for each piece.
             x: overwritten with the decoded vector.
             cuts: the pieces as slices, end to end.
             keys: the keys that the pieces were encoded with.
         """
         for payload, cut, key in zip(payloads, cuts, keys, strict=True):
-            own = payload[: self.nbytes(cut.stop - cut.start) // payload.element_size()]
-            x[cut].copy_(self.decode(own, x[cut], key))
+            x[cut].copy_(self.decode(payload, x[cut], key))
 
     def decode_sum(self, payloads: Sequence[Tensor], like: Tensor, keys: Sequence[int]) -> Tensor:
         """Decode the payloads and add them in the given order, in the dtype and size of `like`."""
@@ -496,7 +495,7 @@ def part_of_planes(payload: Tensor, n: int, part: slice, *, bits: int, block: in
 
 
 def join_planes(payloads: Sequence[Tensor], cuts: Sequence[slice], *, bits: int, block: int) -> Tensor:
-    """Reverse `split_planes` for pieces of whole blocks; bytes after a piece's own are ignored."""
+    """Reverse `split_planes` for pieces of whole blocks."""
     parts = [_planes(payload, cut.stop - cut.start, bits, block) for payload, cut in zip(payloads, cuts, strict=True)]
     return join([*(scales for scales, _ in parts), *(planes[bit] for bit in range(bits) for _, planes in parts)])
 

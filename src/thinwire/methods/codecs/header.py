@@ -50,14 +50,14 @@ class Opened(NamedTuple):
 
     Attributes:
         payloads: the payloads, in rank order.
-        finite: whether all vectors are finite.
         valid: whether all messages fit what this rank expects, and all ranks could decode what they received.
+        usable: whether all messages are valid, and all vectors finite.
         problem: returns the first problem as text; empty if there is none.
     """
 
     payloads: list[Tensor]
-    finite: Flag
     valid: Flag
+    usable: Flag
     problem: Callable[[], str]
 
 
@@ -73,12 +73,14 @@ def seal(payload: Tensor, header: Header) -> Tensor:
 
 def seal_each(payloads: list[Tensor], header: Header) -> list[Tensor]:
     """Prepend the same header to each payload, and drop each payload after that."""
-    messages, front = list[Tensor](), None
-    while payloads:
-        payload = payloads.pop(0).contiguous().view(torch.uint8)
-        if front is None or payload.device.type == "cpu":  # there each header has its payload's checksum
-            front = _front(header, payload)
-        messages.append(join([front, payload]))
+    payloads[:] = [payload.contiguous().view(torch.uint8) for payload in payloads]
+    if payloads[0].device.type == "cpu":  # there each header has its payload's checksum
+        fronts = [_front(header, payload) for payload in payloads]
+    else:
+        fronts = [_front(header, payloads[0])] * len(payloads)
+    messages = list[Tensor]()
+    for front in fronts:
+        messages.append(join([front, payloads.pop(0)]))
     return messages
 
 
@@ -111,7 +113,8 @@ def unseal_all(messages: Sequence[Tensor], expected: Header, dtype: torch.dtype,
         opened = [unseal(message, expected) for message in messages]
         payloads = [payload.view(dtype) for _, payload, _ in opened]
         problem = _first_problem([(header, text) for header, _, text in opened], name)
-        return Opened(payloads, all(header.finite for header, _, _ in opened), not problem, lambda: problem)
+        usable = not problem and all(header.finite for header, _, _ in opened)
+        return Opened(payloads, not problem, usable, lambda: problem)
     payloads = [_payload_of(message).view(dtype) for message in messages]
     fronts = join([message[:HEADER_BYTES] for message in messages])
 
@@ -120,7 +123,7 @@ def unseal_all(messages: Sequence[Tensor], expected: Header, dtype: torch.dtype,
         return _first_problem([_read(bytes(row), fronts, expected) for row in rows], name)
 
     equal = (fronts.view(-1, 1, HEADER_BYTES) == _fronts(expected, fronts)[2:]).all(2)
-    return Opened(payloads, equal[:, 1].all(), equal.any(1).all(), describe)
+    return Opened(payloads, equal.any(1).all(), equal[:, 1].all(), describe)
 
 
 def _payload_of(message: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels import decode_rounded_, encode_rounded_, join, quantized_nbytes, sum_rounded_
+from thinwire.core.kernels import decode_rounded_, encode_rounded_, quantized_nbytes, sum_rounded_
 from thinwire.core.validation import check_ranges
 from thinwire.methods.codecs.base import (
     Codec,
@@ -109,7 +109,7 @@ class Nearest(Codec):
     def decode_sum(self, payloads: Sequence[Tensor], like: Tensor, keys: Sequence[int]) -> Tensor:
         """Decode and add; on a GPU in one pass over memory."""
         x = torch.empty_like(like, dtype=torch.float32)
-        sum_rounded_(join(payloads).view(len(payloads), -1), x, bits=self.bits, block=self.block)
+        sum_rounded_(payloads, x, bits=self.bits, block=self.block)
         return x.to(like.dtype)
 
     def part_of(self, payload: Tensor, n: int, part: slice) -> Tensor:

@@ -105,8 +105,7 @@ class OneBit(Codec):
         """Decode in one pass over all pieces, unless `whole`."""
         if self.whole:
             for payload, cut in zip(payloads, cuts, strict=True):
-                n = cut.stop - cut.start
-                decode_signs_(payload[: self.nbytes(n)], x[cut], block=max(n, 1))
+                decode_signs_(payload, x[cut], block=max(cut.stop - cut.start, 1))
             return
         decode_signs_(join_planes(payloads, cuts, bits=1, block=self.block), x, block=self.block)
 

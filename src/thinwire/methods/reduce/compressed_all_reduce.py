@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import pairwise
 from math import lcm
 from typing import NamedTuple, Protocol
 
@@ -32,7 +33,6 @@ from thinwire.methods.codecs.between_nodes import BetweenNodes
 from thinwire.methods.codecs.feedback import ErrorFeedback, keep_, residual_dtype, residual_of, server_residual_of
 from thinwire.methods.codecs.header import HEADER_BYTES, Header, codec_number, seal, seal_each, unseal, unseal_all
 from thinwire.methods.reduce.between_nodes import mean_between_nodes
-from thinwire.methods.reduce.pieces import pieces, pieces_at
 from thinwire.methods.topology.base import Peers
 
 Observer = Callable[[Tensor, list[Tensor]], None]
@@ -112,7 +112,6 @@ def mean_from_residual(
     state: State,
     *,
     key: int = 0,
-    count: int | None = None,
     minus: Tensor | None = None,
     into: Tensor | None = None,
     serve: Serve | None = None,
@@ -128,14 +127,16 @@ def mean_from_residual(
         codec: with error feedback, in two stages.
         state: the state of the codec, with its residual `error`.
         key: the key of the random draws, equal on all ranks.
-        count: divide the sum by this instead of the number of ranks.
         minus: a vector that is subtracted from `x`.
         into: a vector to which the mean is added at the wait, and which is the result; by default a new vector.
         serve: computes from the mean of a part of this rank's piece the values to send to all ranks in its place,
             without a residual; it is called with that mean and the part's position, part by part in order.
     """
-    dtype = residual_dtype(codec, x)
+    assert isinstance(codec, ErrorFeedback)
+    inner, count = codec.codec, comm.size - len(comm.silent)
+    cuts, dtype = server_pieces(comm, x, codec), residual_dtype(codec, x)
     residual = residual_of(state, x, dtype=dtype)
+    server_residual = None if serve else server_residual_of(state, x, cuts[comm.rank], 0, count, dtype)
     if comm.rank in comm.silent:
         # A rank that just joined contributes nothing: with its residual this is zero.
         def source(part: slice) -> Tensor:
@@ -150,13 +151,27 @@ def mean_from_residual(
             difference = x[part].to(minus.dtype) - minus[part].to(x.device)
             return difference if difference.dtype == torch.float32 else as_fp32(difference)
 
-    assert isinstance(codec, ErrorFeedback)
-    inner, count = codec.codec, count or comm.size - len(comm.silent)
-    cuts = server_pieces(comm, x, codec)
-    server_residual = None if serve else server_residual_of(state, x, cuts[comm.rank], 0, count, dtype)
     keys = StageKeys.of(key, comm.rank, comm.size)
     parts = _InParts(inner, source, residual, server_residual, serve, into, cuts, comm.rank, keys, count)
     return PendingMeans().launch(_two_stage_mean(comm, x, parts, repr(inner)))
+
+
+def pieces(n: int, size: int, alignment: int) -> list[slice]:
+    """Cut a vector of n elements into `size` pieces, end to end at multiples of `alignment`; the last are shorter."""
+    length = -(-n // (size * alignment)) * alignment
+    return [slice(min(rank * length, n), min((rank + 1) * length, n)) for rank in range(size)]
+
+
+def pieces_at(edges: Sequence[int], size: int) -> list[slice]:
+    """Cut a vector into `size` pieces, end to end and nearly even, at some of the edges; the last of them is its end.
+
+    Example:
+        >>> pieces_at([6, 7, 12], size=2), pieces_at([12], size=2)
+        ([slice(0, 6, None), slice(6, 12, None)], [slice(0, 0, None), slice(0, 12, None)])
+    """
+    n = edges[-1]
+    cuts = [min([0, *edges], key=lambda edge: abs(edge * size - rank * n)) for rank in range(size + 1)]
+    return [slice(start, stop) for start, stop in pairwise(cuts)]
 
 
 def server_pieces(comm: Comm, x: Tensor, codec: Codec) -> list[slice]:
@@ -336,8 +351,8 @@ class _Ends(Protocol):
         """Return the payload of each piece."""
         ...
 
-    def answer(self, payloads: Sequence[Tensor]) -> tuple[Tensor, Flag]:
-        """Return the payload of the mean of this rank's piece, and whether it is finite."""
+    def answer(self, payloads: Sequence[Tensor], finite: Flag) -> tuple[Tensor | None, Flag]:
+        """Return the payload of the mean of this rank's piece, and whether it and `finite` are; else None."""
         ...
 
     def keep(self) -> None:
@@ -351,8 +366,10 @@ class _Ends(Protocol):
 
 def _two_stage_mean(comm: Comm, x: Tensor, ends: _Ends, recipe: str) -> Stages:
     """Run all of `two_stage_mean_`; `PendingMeans` resumes it after each `yield`."""
-    codec, server = ends.codec, ends.server
-    device, lengths = x.device, [cut.stop - cut.start for cut in ends.cuts]
+    codec, server, device = ends.codec, ends.server, x.device
+    lengths = [cut.stop - cut.start for cut in ends.cuts]
+    sizes = [codec.nbytes(length) for length in lengths]
+    mean_sizes = sizes if server is codec else [server.nbytes(length) for length in lengths]
     # The step of the launch, since the waits may belong to a later step.
     header = Header(codec_number(recipe, x.numel()), comm.step)
     del x
@@ -361,27 +378,27 @@ def _two_stage_mean(comm: Comm, x: Tensor, ends: _Ends, recipe: str) -> Stages:
     # encoded all the same, and its header says that it is meaningless.
     finite = ends.finite()
     if finite is False:
-        payloads = [torch.zeros(codec.nbytes(length), dtype=torch.uint8, device=device) for length in lengths]
+        payloads = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
     else:
         payloads = ends.encode()
     messages = seal_each(payloads, header._replace(finite=finite))
 
     # All-to-all: each piece to the rank that is its server.
-    scattered = comm.all_to_all(messages, [HEADER_BYTES + codec.nbytes(lengths[comm.rank])] * comm.size)
+    scattered = comm.all_to_all(messages, [HEADER_BYTES + sizes[comm.rank]] * comm.size)
     del messages
     yield
 
     # Decode all ranks' payloads of this rank's piece, and encode their mean.
     received = unseal_all(scattered.wait(), header, codec.traits.dtype, comm.name)
     del scattered
-    finite = _known_for(codec, both(received.finite, received.valid))
-    # An all-gather needs payloads of one size: that of the first piece, the longest one.
-    payload = torch.zeros(server.nbytes(lengths[0]), dtype=torch.uint8, device=device)
+    finite, code = _known_for(codec, received.usable), None
     if finite is not False:
-        code, answered = ends.answer(received.payloads)
-        finite = both(finite, answered)
+        code, finite = ends.answer(received.payloads, finite)
+    # An all-gather needs payloads of one size: that of the first piece, the longest one.
+    payload = torch.zeros(mean_sizes[0], dtype=torch.uint8, device=device)
+    if code is not None:
         payload[: code.nbytes].copy_(code.view(torch.uint8))
-        del code
+    del code
     received.payloads.clear()
 
     # All-gather the mean of this rank's piece, or a flag for an invalid payload, so that all ranks raise.
@@ -403,7 +420,7 @@ def _two_stage_mean(comm: Comm, x: Tensor, ends: _Ends, recipe: str) -> Stages:
 
     if means.valid is False:
         refuse()
-    all_finite = yield both(means.finite, means.valid)
+    all_finite = yield means.usable
     if all_finite:
         ends.keep()
     elif means.valid is not True:
@@ -411,7 +428,10 @@ def _two_stage_mean(comm: Comm, x: Tensor, ends: _Ends, recipe: str) -> Stages:
     yield
 
     # Decode the means of all pieces.
-    return ends.decode(means.payloads if all_finite else None)
+    if not all_finite:
+        return ends.decode(None)
+    sized = zip(means.payloads, mean_sizes, strict=True)
+    return ends.decode([payload[: nbytes // payload.element_size()] for payload, nbytes in sized])
 
 
 @dataclass
@@ -441,13 +461,13 @@ class _Whole:
             self.updated, as_fp32(self.residuals[0]), self.cuts, self.keys.own
         )
 
-    def answer(self, payloads: Sequence[Tensor]) -> tuple[Tensor, Flag]:
+    def answer(self, payloads: Sequence[Tensor], finite: Flag) -> tuple[Tensor | None, Flag]:
         mean = self.codec.decode_sum(payloads, self.updated[self.cuts[self.rank]], self.keys.received).div_(self.count)
         # The sum of finite decoded vectors may overflow; then the step is skipped, and residuals stay finite.
         # Some codes cannot encode it, and must not raise on this rank alone.
-        key, finite = self.keys.means[self.rank], _known_for(self.server, is_finite(mean))
+        key, finite = self.keys.means[self.rank], _known_for(self.server, both(finite, is_finite(mean)))
         if finite is False:
-            return torch.zeros(self.server.nbytes(mean.numel()), dtype=torch.uint8, device=mean.device), False
+            return None, False
         if self.residuals is None:
             return self.server.encode(mean, {}, key), finite
         cuts = [slice(0, mean.numel())]
@@ -487,35 +507,37 @@ class _InParts:
     def server(self) -> Codec:
         return self.codec
 
+    @property
+    def limit(self) -> int:
+        """The elements of a part, at most."""
+        if self.residual.is_meta:
+            return max(_PART, self.residual.numel() // 64)  # a dry run of a large model has fewer parts
+        return _PART_ON_GPU if self.residual.is_cuda else _PART
+
     def _parts(self, cut: slice) -> list[slice]:
         """Cut a piece into parts that the codec can encode one at a time."""
-        limit = _PART_ON_GPU if self.residual.is_cuda else _PART
-        if cut.stop - cut.start <= limit or not self.codec.traits.separable:
+        traits = self.codec.traits
+        if cut.stop - cut.start <= self.limit or not traits.separable:
             return [cut]
-        if self.residual.is_meta:
-            limit = max(limit, self.residual.numel() // 64)  # a dry run of a large model has fewer parts
-        size = self.codec.traits.alignment * max(1, limit // self.codec.traits.alignment)
+        size = traits.alignment * max(1, self.limit // traits.alignment)
         return [slice(start, min(start + size, cut.stop)) for start in range(cut.start, cut.stop, size)]
 
-    def _joined(self, codes: list[Tensor], parts: Sequence[slice]) -> Tensor:
-        return codes[0] if len(codes) == 1 else self.codec.join_parts(codes, parts)
-
-    def _parts_of(self, payload: Tensor, cut: slice, nbytes: int) -> Iterator[tuple[Tensor, slice]]:
-        """Yield the payload of each part of a piece; bytes after the piece's own are ignored."""
-        n = cut.stop - cut.start
-        payload = payload[: nbytes // payload.element_size()]
+    def _parts_of(self, payload: Tensor, cut: slice) -> Iterator[tuple[Tensor, slice]]:
+        """Yield the payload of each part of a piece."""
         parts = self._parts(cut)
         if len(parts) == 1:
             yield payload, cut
             return
         for part in parts:
-            yield self.codec.part_of(payload, n, slice(part.start - cut.start, part.stop - cut.start)), part
+            own = slice(part.start - cut.start, part.stop - cut.start)
+            yield self.codec.part_of(payload, cut.stop - cut.start, own), part
 
     def finite(self) -> Flag:
         if self.residual.is_meta:
             return True
-        parts = (part for cut in self.cuts for part in self._parts(cut))
-        return _known_for(self.codec, reduce(both, (is_finite(self.source(part)) for part in parts), True))
+        starts = range(0, self.residual.numel(), self.limit)
+        flags = (is_finite(self.source(slice(start, start + self.limit))) for start in starts)
+        return _known_for(self.codec, reduce(both, flags, True))
 
     def encode(self) -> list[Tensor]:
         payloads = list[Tensor]()
@@ -523,24 +545,22 @@ class _InParts:
             parts, codes = self._parts(cut), list[Tensor]()
             for part in parts:
                 codes.append(self._encode(self.residual[part], self.source(part), key)[0])
-            payloads.append(self._joined(codes, parts))
+            payloads.append(codes[0] if len(codes) == 1 else self.codec.join_parts(codes, parts))
         del self.source  # it refers to the vector, of which nothing is needed any more
         return payloads
 
-    def answer(self, payloads: Sequence[Tensor]) -> tuple[Tensor, Flag]:
+    def answer(self, payloads: Sequence[Tensor], finite: Flag) -> tuple[Tensor | None, Flag]:
         cut, key = self.cuts[self.rank], self.keys.means[self.rank]
         parts, codes = self._parts(cut), list[Tensor]()
-        finite: Flag = True
-        nbytes = self.codec.nbytes(cut.stop - cut.start)
-        for row in zip(*(self._parts_of(payload, cut, nbytes) for payload in payloads), strict=True):
+        for row in zip(*(self._parts_of(payload, cut) for payload in payloads), strict=True):
             part = row[0][1]
             like = torch.empty(part.stop - part.start, dtype=torch.float32, device=self.residual.device)
             mean = self.codec.decode_sum([code for code, _ in row], like, self.keys.received).div_(self.count)
             del like
             # The sum of finite decoded vectors may overflow, and a sparse code would leave no trace of it here.
-            finite = both(finite, _known_for(self.codec, is_finite(mean)))
+            finite = _known_for(self.codec, both(finite, is_finite(mean)))
             if finite is False:
-                return torch.zeros(nbytes, dtype=torch.uint8, device=mean.device), False
+                return None, False
             if self.serve is not None:
                 mean = self.serve(mean, part)
                 codes.append(self.codec.encode(mean, {}, key))
@@ -549,13 +569,13 @@ class _InParts:
                 code, mean = self._encode(residual, mean, key)
                 codes.append(code)
             finite = both(finite, is_finite(mean))
-        return self._joined(codes, parts), finite
+        return codes[0] if len(codes) == 1 else self.codec.join_parts(codes, parts), finite
 
     def _encode(self, residual: Tensor, x: Tensor, key: int) -> tuple[Tensor, Tensor]:
         """Encode a part, and overwrite its residual with the error, which is also returned in fp32."""
         # Only the sum is used; the first of the two, the residual, becomes the error.
-        error = as_fp32(residual)
-        (code,) = self.codec.encode_pieces_with_residual_(error, x, [slice(0, x.numel())], [key])
+        error = residual if residual.dtype == torch.float32 else residual.to(torch.float32)
+        code = self.codec.encode_with_residual_(error, x, key)
         if error.dtype != residual.dtype:
             residual.copy_(error)
         return code, error
@@ -565,19 +585,18 @@ class _InParts:
 
     def decode(self, payloads: Sequence[Tensor] | None) -> Tensor:
         n, device = self.residual.numel(), self.residual.device
-        if self.into is None:
+        if payloads is None:
+            into = self.into if self.into is not None else torch.empty(n, dtype=torch.float32, device=device)
+            return into.fill_(torch.nan)
+        if self.into is None or n <= self.limit:
             found = torch.empty(n, dtype=torch.float32, device=device)
-            if payloads is not None:
-                self.codec.decode_pieces_(payloads, found, self.cuts, self.keys.means)
-        elif payloads is not None:
-            for payload, cut, key in zip(payloads, self.cuts, self.keys.means, strict=True):
-                for code, part in self._parts_of(payload, cut, self.codec.nbytes(cut.stop - cut.start)):
-                    like = as_fp32(self.residual[part])
-                    self.into[part].add_(self.codec.decode(code, like, key).to(self.into.device))
-            found = self.into
-        else:
-            found = self.into
-        return found if payloads is not None else found.fill_(torch.nan)
+            self.codec.decode_pieces_(payloads, found, self.cuts, self.keys.means)
+            return found if self.into is None else self.into.add_(found.to(self.into.device))
+        for payload, cut, key in zip(payloads, self.cuts, self.keys.means, strict=True):
+            for code, part in self._parts_of(payload, cut):
+                like = as_fp32(self.residual[part])
+                self.into[part].add_(self.codec.decode(code, like, key).to(self.into.device))
+        return self.into
 
 
 def _residual_mean(comm: Comm, x: Tensor, feedback: ErrorFeedback, residual: Tensor, *, key: int, count: int) -> Stages:
@@ -654,7 +673,7 @@ def _gathered_mean(comm: Comm, x: Tensor, codec: Codec, residual: Tensor | None,
 
     if received.valid is False:
         refuse()
-    mean, usable = None, _known_for(inner, both(received.finite, received.valid))
+    mean, usable = None, _known_for(inner, received.usable)
     if usable is not False:
         mean = inner.decode_sum(received.payloads, updated, keys).div_(count)
         usable = both(usable, is_finite(mean))
@@ -795,11 +814,11 @@ def compressed_exchange(
     def decode_all(messages: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         messages = [own_message, *messages]
         opened = unseal_all(messages, header, codec.traits.dtype, lambda place: comm.name(sources[place]))
-        finite, valid = read_flags([opened.finite, opened.valid])
+        usable, valid = read_flags([opened.usable, opened.valid])
         where = f"{comm.name(comm.rank)}, step {comm.step}, compressed exchange"
         if not valid:
             raise CommError(f"{where}: {opened.problem()}. All ranks must run the same recipe")
-        if not finite:
+        if not usable:
             src = next(src for src, each in zip(sources, messages, strict=True) if not unseal(each, header)[0].finite)
             raise NonFiniteError(
                 f"{where}: the parameters of {comm.name(src)} are NaN or infinite. Lower the learning rate"

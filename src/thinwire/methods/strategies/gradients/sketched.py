@@ -229,7 +229,7 @@ class SketchedSGD(Strategy):
         gathered = r.comm.all_gather(seal(message, header._replace(finite=finite))).wait()
         received = unseal_all(gathered, header, torch.uint8, r.comm.name)
         small = unsent[:0] if dense is None else dense.wait()
-        valid, usable = read_flags([received.valid, both(received.finite, is_finite(small))])
+        valid, usable = read_flags([received.valid, both(received.usable, is_finite(small))])
         if not valid:
             problem = received.problem()
             where = f"{r.comm.name(r.comm.rank)}, step {r.comm.step}, largest entries"

@@ -47,12 +47,11 @@ def compressed_delta(r: Replica, anchor: Tensor, codec: Codec, into: Tensor | No
         codec: compresses the differences.
         into: a vector like the anchor, or the anchor itself, to which the mean is added, and which is the result.
     """
-    if at_once(codec):
-        key = draw_key(r.seed, r.step)
-        return mean_from_residual(r.comm, r.x, codec, r.state, key=key, minus=anchor, into=into).wait()
-    delta = r.x.to(anchor.dtype) - anchor.to(r.x.device)
     # A new key for each step, equal on all ranks, so that random codecs draw the same numbers.
     key = draw_key(r.seed, r.step)
+    if at_once(codec):
+        return mean_from_residual(r.comm, r.x, codec, r.state, key=key, minus=anchor, into=into).wait()
+    delta = r.x.to(anchor.dtype) - anchor.to(r.x.device)
     mean = compressed_mean_(r.comm, delta, codec, r.state, key=key, segments=r.segments, like=r.x).wait()
     return mean if into is None else into.add_(mean)
 
@@ -196,9 +195,10 @@ class LocalSGD(Strategy):
         """Average at the end of a period."""
         if self.weights == "samples":
             r.state["samples"] += r.samples
-        if self.traits.averages_at(r.step) and not r.postponed:
+        if not r.postponed and self.traits.averages_at(r.step):
             self._average_all_(r)
-            average_due_(r.moments, r.comm, self.moments, r.step)
+            if self.moments:
+                average_due_(r.moments, r.comm, self.moments, r.step)
 
     def restart(self, r: Replica) -> None:
         """With a codec, set the anchor of the differences to the new parameters, which are equal on all ranks."""
