@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from tests.rules import for_each
-from thinwire import CountingComm, Replica, Strategy
+from thinwire import Codec, CountingComm, Replica, Strategy
 from thinwire.methods.strategies.traits import Rounds, Traits
 from thinwire.methods.strategies.wrapper import SOURCES, Wrapper
+from thinwire.registry import recipe_classes
 
 TRAITS = sorted(each.name for each in fields(Traits))
 PLAIN_TRAITS = [name for name in TRAITS if name != "rounds"]
@@ -52,6 +53,16 @@ def recording(answer: Any) -> tuple[Strategy, list[tuple[str, tuple[Any, ...]]]]
 
     kind = type("Recording", (Strategy,), {name: noting(name) for name in HOOKS})
     return kind(), calls
+
+
+@for_each(kind for kind in recipe_classes().values() if issubclass(kind, Strategy | Codec))
+def test_traits_are_stored_when_they_are_complete(kind: type) -> None:
+    recipe = kind()
+    vars(recipe).pop("traits", None)
+    assert kind.traits.func(recipe) == recipe.traits  # type: ignore[attr-defined]
+    del vars(recipe)["traits"]
+    kind.traits.func(recipe)  # type: ignore[attr-defined]
+    assert "traits" not in vars(recipe)
 
 
 def test_the_table_has_every_trait_and_hook() -> None:

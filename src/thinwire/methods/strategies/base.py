@@ -70,7 +70,11 @@ class Strategy(Recipe, ABC):
 
     @cached_property
     def traits(self) -> Traits:
-        """The defaults describe a strategy that averages parameters in its hooks."""
+        """The defaults describe a strategy that averages parameters in its hooks.
+
+        An override that changes those of its base class calls `Base.traits.func(self)`. With `super().traits` the base
+        class would store its own, which another thread could read meanwhile.
+        """
         return Traits()
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:

@@ -70,7 +70,7 @@ class ExactDiffusion(DecentralisedMomentum):
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
-        return replace(super().traits, lr_factor=1.0)  # the momentum is an average
+        return replace(DecentralisedMomentum.traits.func(self), lr_factor=1.0)  # the momentum is an average
 
     @property
     def differences(self) -> Callable[[float], Disagreement]:

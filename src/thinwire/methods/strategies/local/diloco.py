@@ -151,11 +151,12 @@ class DiLoCo(OuterStep):
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
+        found = OuterStep.traits.func(self)
         return replace(
-            super().traits,
+            found,
             rounds=replace(
-                super().traits.rounds,
-                ends=super().traits.rounds.ends if self.ends_together else (),
+                found.rounds,
+                ends=found.rounds.ends if self.ends_together else (),
                 # Weights of single fragments have no name in common.
                 local=self.base.traits.rounds.local
                 and (self.ends_together or (self.delay == 0 and self.mixing == 0 and self.weights == "equal")),
@@ -163,7 +164,7 @@ class DiLoCo(OuterStep):
                 fragments=self.fragments,
                 delay=self.delay or self.base.traits.rounds.delay,
                 guarded=self.outliers != "keep",
-                optimizer_state="average" if self.moments else super().traits.rounds.optimizer_state,
+                optimizer_state="average" if self.moments else found.rounds.optimizer_state,
             ),
             # A tracked mean sums the changes that all workers have sent.
             on_resize="restart" if self._tracks_mean else "keep",

@@ -111,7 +111,7 @@ class OuterStep(Wrapper):
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
-        found, own = super().traits, (self.period,) if self.exact else ()
+        found, own = Wrapper.traits.func(self), (self.period,) if self.exact else ()
         rounds = replace(found.rounds, ends=(*own, *found.rounds.ends), postpones=True)
         return replace(found, period=self.period, rounds=rounds)
 

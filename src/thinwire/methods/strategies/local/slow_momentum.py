@@ -77,7 +77,7 @@ class SlowMo(OuterStep):
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
-        found = super().traits
+        found = OuterStep.traits.func(self)
         return replace(
             found,
             rounds=replace(found.rounds, optimizer_state=self.buffers),

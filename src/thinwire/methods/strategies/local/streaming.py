@@ -66,7 +66,7 @@ class Streaming(Wrapper):
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
-        found = super().traits
+        found = Wrapper.traits.func(self)
         # Each fragment is averaged at its own steps, with its own weight.
         local = found.rounds.local and found.rounds.ends == (found.period,)
         rounds = replace(found.rounds, ends=(), local=local, weight="", fragments=self.fragments)

@@ -117,12 +117,13 @@ class Budget(Wrapper):
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
+        found = Wrapper.traits.func(self)
         return replace(
-            super().traits,
+            found,
             timing_dependent=self.base.traits.timing_dependent or not self.per_step,
             data_dependent_bytes=self.base.traits.data_dependent_bytes or not self.per_step,
             # The end of a round depends on the balance, which is the same on all workers.
-            rounds=replace(super().traits.rounds, ends=(), local=False),
+            rounds=replace(found.rounds, ends=(), local=False),
             inelastic="",
             growing=("buckets",),
             # A delay is a smaller share of a longer round.

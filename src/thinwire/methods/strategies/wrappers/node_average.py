@@ -68,11 +68,12 @@ class NodeAverage(Wrapper):
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
+        found = Wrapper.traits.func(self)
         return replace(
-            super().traits,
+            found,
             period=self.period,
             inelastic="its nodes are neighboring ranks, whose numbers change when one is lost. Use its base",
-            rounds=replace(super().traits.rounds, local=False),  # the nodes communicate during a round
+            rounds=replace(found.rounds, local=False),  # the nodes communicate during a round
         )
 
     def __post_init__(self) -> None:

@@ -53,7 +53,7 @@ class Sharded(Placed):
     def traits(self) -> Traits:
         """See `Traits`."""
         return replace(
-            super().traits,
+            Placed.traits.func(self),
             inelastic="a lost worker's part of the outer state is lost. Use its base, or Offloaded()",
         )
 

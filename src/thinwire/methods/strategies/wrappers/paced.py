@@ -98,9 +98,10 @@ class Paced(Wrapper):
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
+        found = Wrapper.traits.func(self)
         return replace(
-            super().traits,
-            rounds=replace(super().traits.rounds, local=False),
+            found,
+            rounds=replace(found.rounds, local=False),
             skips_steps=True,
             timing_dependent=not self.steps,
             inelastic="",

@@ -85,10 +85,11 @@ class Probe(Wrapper):
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
+        found = Wrapper.traits.func(self)
         return replace(
-            super().traits,
+            found,
             # An average within nodes would look like a step of this worker.
-            rounds=replace(super().traits.rounds, local=False),
+            rounds=replace(found.rounds, local=False),
             growing=("lr_sum",),
             # The figures of one block would be reported as the model's.
             needs_whole="its figures are sums over the whole gradient. Measure the undivided model for some steps",
