@@ -454,7 +454,6 @@ class Membership:
         progress: Progress,
         *,
         requests: int | None = None,
-        timeout: float | None = None,
         donor: str = "",
         problem: str = "",
     ) -> View:
@@ -466,7 +465,6 @@ class Membership:
         Args:
             progress: the progress of this worker.
             requests: the number up to which workers that asked to join are accepted; None accepts none.
-            timeout: how long to wait for workers in an unknown state, in seconds.
             donor: the worker that has sent its state to those that asked.
             problem: the problem in the view that ends, in words.
 
@@ -480,7 +478,7 @@ class Membership:
         epoch = before.epoch + 1
         if not self._follows:
             self._write(f"next/{epoch}/{self.worker}", asdict(progress))
-        end = time.monotonic() + (self.timeout if timeout is None else timeout)
+        end = time.monotonic() + self.timeout
         while self._view(epoch) is None:
             if self._follows:
                 if self.has_lost_rank() or time.monotonic() > end + self.timeout:

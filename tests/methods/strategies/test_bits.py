@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from itertools import pairwise, product
-from math import log2
 
 import pytest
 import torch
@@ -25,14 +23,11 @@ from thinwire.methods.strategies.gradients.bit_rules import (
 )
 from thinwire.methods.strategies.gradients.bits import (
     best_bits,
-    bits_of,
     contraction,
     error_of,
     error_weights,
     fewest_bits,
-    levels_for,
     levels_of,
-    levels_within,
     survivals,
 )
 
@@ -56,11 +51,6 @@ def run(rule: Rule, squares: list[float], rates: list[float], *, share: float = 
 
 def test_a_code_has_as_many_levels_as_its_bits_hold_beside_zero() -> None:
     assert [levels_of(bits) for bits in range(2, 9)] == [1, 3, 7, 15, 31, 63, 127]
-    for bits in range(2, 9):
-        assert bits_of(levels_of(bits)) == bits
-        assert bits_of(levels_of(bits) + 1e-6) == min(bits + 1, 8)
-    assert bits_of(0.0) == 2
-    assert bits_of(1e9, most=16) == 16
 
 
 def test_errors_survive_by_the_product_of_the_steps_after_them() -> None:
@@ -76,33 +66,6 @@ def test_weights_are_those_of_the_bound() -> None:
     alphas = [1 - 2 * 0.5 * rate + 2.0 * 0.5 * rate**2 for rate in rates]
     left = [alphas[1] * alphas[2], alphas[2], 1.0]
     assert found == pytest.approx([2.0 * r * r / 8 / 4 * s * a for r, s, a in zip(rates, squares, left, strict=True)])
-
-
-@given(WEIGHTS, st.floats(1e-6, 1e3))
-def test_under_an_error_every_step_contributes_the_same(weights: list[float], error: float) -> None:
-    levels = levels_within(weights, error)
-    shares = [weight / s**2 for weight, s in zip(weights, levels, strict=True)]
-    assert shares == pytest.approx([error / len(weights)] * len(weights))
-
-
-@given(WEIGHTS, st.floats(1.0, 200.0))
-def test_under_a_budget_levels_grow_with_the_root_of_the_weight(weights: list[float], bits: float) -> None:
-    levels = levels_for(weights, bits)
-    assert sum(log2(s) for s in levels) == pytest.approx(bits, rel=1e-9, abs=1e-9)
-    ratios = [s / weight**0.5 for weight, s in zip(weights, levels, strict=True)]
-    assert ratios == pytest.approx([ratios[0]] * len(ratios), rel=1e-9)
-
-
-def test_no_other_levels_of_the_same_error_cost_less() -> None:
-    draw = random.Random(3)
-    weights = [draw.uniform(0.1, 10) for _ in range(12)]
-    levels = levels_within(weights, 2.0)
-    cost = sum(log2(s) for s in levels)
-    for _ in range(2000):
-        other = [s * 2 ** draw.gauss(0, 0.3) for s in levels]
-        error = sum(weight / s**2 for weight, s in zip(weights, other, strict=True))
-        scale = (error / 2.0) ** 0.5  # back to the very same error
-        assert sum(log2(s * scale) for s in other) >= cost - 1e-9
 
 
 # -- whole bits --------------------------------------------------------------------------------------------------------

@@ -56,11 +56,6 @@ def symmetric(topology: Topology, size: int) -> bool:
     return bool(np.allclose(mixings, mixings.transpose(0, 2, 1), rtol=0, atol=_EXACT))
 
 
-def row_stochastic(topology: Topology, size: int) -> bool:
-    """Return True if equal vectors stay unchanged: rows sum to one, as agreement needs."""
-    return bool(np.allclose(matrices(topology, size).sum(2), 1.0, rtol=0, atol=_EXACT))
-
-
 def column_stochastic(topology: Topology, size: int) -> bool:
     """Return True if the sum over workers is preserved: columns sum to one, as push-sum needs."""
     return bool(np.allclose(matrices(topology, size).sum(1), 1.0, rtol=0, atol=_EXACT))

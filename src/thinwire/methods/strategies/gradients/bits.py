@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
 from itertools import accumulate
-from math import ceil, inf, log2, sqrt
+from math import inf
 from operator import mul
 
 import torch
@@ -37,11 +37,6 @@ _LEAN = 0.61
 def levels_of(bits: int) -> int:
     """Return the levels on each side of zero of a code with this many bits."""
     return 2 ** (bits - 1) - 1
-
-
-def bits_of(levels: float, *, least: int = LEAST, most: int = MOST) -> int:
-    """Return the fewest bits with at least this many levels, within bounds."""
-    return min(max(1 + ceil(log2(levels + 1)), least), most)
 
 
 def square_of(x: Tensor, block: int) -> Tensor:
@@ -87,17 +82,6 @@ def error_weights(
         smoothness * rate**2 / 8 * share * square * survival
         for square, rate, survival in zip(squares, rates, left, strict=True)
     ]
-
-
-def levels_within(weights: Sequence[float], error: float) -> list[float]:
-    """Return the cheapest levels for an error (rule A), not rounded."""
-    return [sqrt(len(weights) * weight / error) for weight in weights]
-
-
-def levels_for(weights: Sequence[float], bits: float) -> list[float]:
-    """Return the levels of least error whose binary logarithms sum to `bits` (rule B), for positive weights."""
-    mean = sum(log2(weight) for weight in weights) / 2 / len(weights)
-    return [2 ** (bits / len(weights) - mean) * sqrt(weight) for weight in weights]
 
 
 def error_of(weights: Sequence[float], bits: Sequence[int]) -> float:
