@@ -17,7 +17,7 @@ from tests.engine import attach, batch, batches, endings, flat, net, steps
 from tests.rules import for_each
 from thinwire import AllReduce, Comm, ConfigError, LocalSGD, Paced, Worker, run_threads
 from thinwire.elastic.sampler import batch_share
-from thinwire.worker.global_batch import GlobalBatch, shares
+from thinwire.worker.state import GlobalBatch, shares
 
 GLOBAL, STEPS, RATE = 13, 5, 0.1
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.engine import Batch, Mixed, attach, batch, batches, drawn, flat, momentum, net, steps
 from thinwire import AllReduce, Bf16, Comm, Gossip, Local, LocalSGD, PushSum, SlowMo, Strategy, run_threads
-from thinwire.worker.joining import step_without_batch
+from thinwire.worker.step import step_without_batch
 from thinwire.worker.worker import internals_of
 
 LENGTHS = [3, 5, 4]

@@ -29,14 +29,20 @@ from thinwire import (
     Worker,
 )
 from thinwire.asynchronous.quorum.log import memberships
+from thinwire.core.storage.rank_file import RankFile
 from thinwire.errors import CheckpointError
 from thinwire.lab.runs import Settings, resolve, work
 from thinwire.methods.optimizers.lamb import Lamb
-from thinwire.worker.checkpoint import load, saved_size
+from thinwire.worker.checkpoint import facts_of, load, saved_step
 from thinwire.worker.replica_state import same
 from thinwire.worker.worker import internals_of
 
 SGD = torch.optim.SGD
+
+
+def saved_size(folder: Path) -> int:
+    """How many workers have written the newest checkpoint."""
+    return facts_of(RankFile(folder / f"step-{saved_step(folder):08d}", 0).outline())["size"]
 
 
 def memory(worker: Worker) -> tuple[dict[str, Tensor], Tensor, Tensor]:

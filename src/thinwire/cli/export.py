@@ -40,7 +40,7 @@ class Export:
             ConfigError: the file's name is not that of a safetensors file, or nothing was saved.
         """
         from thinwire.elastic.late_saves import newest_home
-        from thinwire.worker.exporting import export_checkpoint
+        from thinwire.worker.checkpoint import export_checkpoint
 
         if self.target.suffix != ".safetensors":
             raise ConfigError(

@@ -38,12 +38,11 @@ from thinwire.worker.compatibility import (
     check_start,
 )
 from thinwire.worker.consensus import broadcast_others, check_in_step, different, together
-from thinwire.worker.global_batch import GlobalBatch
 from thinwire.worker.guards import Attachment, FirstSteps, InsideDDP, check_beside, check_new, check_wrappers
 from thinwire.worker.handshake import agree, facts_of
 from thinwire.worker.parameters import check_aliases, trained, vectors_of
 from thinwire.worker.replica_state import new_replica
-from thinwire.worker.state import Policy, WorkerState
+from thinwire.worker.state import GlobalBatch, Policy, WorkerState
 from thinwire.worker.step import Step, share_skips, stop_watching, watch_gradients
 from thinwire.worker.worker import Worker
 

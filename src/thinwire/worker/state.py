@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,13 +20,78 @@ from thinwire.core.comm.base import Comm
 from thinwire.core.replica.flat import Segment
 from thinwire.core.replica.replica import Replica
 from thinwire.core.replica.shards import Shards, shard_folder
+from thinwire.errors import ConfigError
 from thinwire.methods.strategies.base import Strategy
 from thinwire.tensor2d.mesh import Mesh3D
 from thinwire.worker.buckets import Backward
-from thinwire.worker.global_batch import GlobalBatch
 from thinwire.worker.times import Account
 
 Policy = Literal["raise", "skip", "ignore"]
+
+
+def shares(global_batch: int, size: int) -> list[range]:
+    """Divide the positions of a global batch evenly among `size` workers, in rank order.
+
+    Example:
+        >>> from thinwire.worker.state import shares
+        >>> shares(8, 3)
+        [range(0, 3), range(3, 6), range(6, 8)]
+    """
+    ends = [-(-rank * global_batch // size) for rank in range(size + 1)]
+    return [range(start, end) for start, end in pairwise(ends)]
+
+
+@dataclass
+class GlobalBatch:
+    """One worker's part of the global batch of each step.
+
+    Args:
+        samples: in the global batch.
+
+    Attributes:
+        step: the step whose share was read last.
+        members: the workers that the global batch of that step was divided among.
+    """
+
+    samples: int
+    step: int = -1
+    members: Sequence[object] = field(default_factory=tuple[object, ...])
+
+    def check(self, size: int) -> None:
+        """Refuse more workers than samples.
+
+        Raises:
+            ConfigError: with the numbers.
+        """
+        if self.samples < size:
+            raise ConfigError(
+                f"global_batch={self.samples} with {size} workers: each worker needs at least one sample. Use a larger "
+                "global batch or fewer workers"
+            )
+
+    def share(self, step: int, members: Sequence[object], own: object) -> range:
+        """Return this worker's positions in the global batch of a step."""
+        self.check(len(members))
+        self.step, self.members = step, tuple(members)
+        return shares(self.samples, len(members))[self.members.index(own)]
+
+    def factor(self, step: int, members: Sequence[object], own: object) -> float:
+        """Return the factor of this worker's mean gradient in a plain mean over `members`.
+
+        The result is the mean over all samples. After the loss of a worker it is the mean over the samples of the rest.
+
+        Raises:
+            ConfigError: the share of this step was not read.
+        """
+        if self.step != step:
+            raise ConfigError(
+                f"step {step}: the share of the global batch was not read. A worker's share changes with the number of "
+                "workers. Call batch_share(worker) of thinwire.elastic.sampler before each step, and use these samples"
+            )
+        parts = shares(self.samples, len(self.members))
+        sizes = {each: len(part) for each, part in zip(self.members, parts, strict=True)}
+        there = [sizes[each] for each in members if each in sizes]
+        return sizes[own] * len(members) / sum(there)
 
 
 # Apart from `Worker`, so that checkpoints, resizing and joining need not import the module that imports them.
@@ -167,10 +234,10 @@ class WorkerState:
                 replica.metrics.clear()
         return found
 
-    def end_failed_pass(self, *, stepped: bool = False) -> None:
+    def end_failed_pass(self) -> None:
         """Let all ranks agree on a failed backward pass; see `Backward.end_failed`."""
         if self.backward is not None:
-            self.backward.end_failed(stepped=stepped)
+            self.backward.end_failed()
 
     def own_folder(self, folder: str | Path) -> Path:
         """Return the subfolder for checkpoints of this worker, or of the ranks that hold the same part of the model."""

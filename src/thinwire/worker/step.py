@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step of an attached optimizer: the hooks on the backward pass, and those before and after the step."""
+"""One step of an attached optimizer: the hooks before and after it, and steps of a rank that has no batch left."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sized
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,17 @@ from thinwire.core.kernels import all_finite_each
 from thinwire.core.replica.flat import views
 from thinwire.core.replica.shards import plain
 from thinwire.core.torch_internals import set_unscales_itself, unscales_itself, wrap_scaler_step, wrap_unscale
+from thinwire.errors import ConfigError
 from thinwire.methods.reduce.compressed_all_reduce import mean_
-from thinwire.methods.strategies.base import Strategy, codecs_of, nested
+from thinwire.methods.strategies.base import Strategy, codecs_of, nested, pace_rule
 from thinwire.worker.annexes import Rounds
 from thinwire.worker.buckets import Backward, Bucket, NonFinite, ScaledResiduals, cut
-from thinwire.worker.compatibility import several_evaluations
+from thinwire.worker.compatibility import evaluates_several_gradients, several_evaluations
 from thinwire.worker.consensus import refuse_while_lent
 from thinwire.worker.guards import Attachment, FirstSteps, check_first_gradient, check_loaded, workers_beside
 from thinwire.worker.state import WorkerState
 
+Batch = TypeVar("Batch")
 _COMPARED_STEPS = 500
 _CHECKPOINTS = "torch.distributed.checkpoint.state_dict"
 _ALLOCATING = (("torch.distributed.optim.named_optimizer", "init_state"),)
@@ -301,8 +303,17 @@ def _first_nonfinite(worker: WorkerState) -> str | None:
 
 def _gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """Return the dense gradients on this rank of the parameters that have one."""
-    grads = [grad if type(grad) is Tensor else plain(grad) for p in parameters if (grad := p.grad) is not None]
-    return [grad if grad.layout is torch.strided else grad.to_dense() for grad in grads]
+    strided = torch.strided
+    return [
+        grad if type(grad) is Tensor and grad.layout is strided else _dense(grad)
+        for p in parameters
+        if (grad := p.grad) is not None
+    ]
+
+
+def _dense(grad: Tensor) -> Tensor:
+    own = plain(grad)
+    return own if own.layout is torch.strided else own.to_dense()
 
 
 # -- torch's calls -----------------------------------------------------------------------------------------------------
@@ -462,3 +473,81 @@ def _unscale_before_step(worker: WorkerState) -> None:
     if unscales_itself(optimizer):
         set_unscales_itself(optimizer, False)
         worker.undo.callback(set_unscales_itself, optimizer, True)
+
+
+# -- uneven numbers of batches -----------------------------------------------------------------------------------------
+
+
+class _End:
+    """No more batches."""
+
+
+_END = _End()
+
+
+def join_batches(
+    worker: WorkerState,
+    batches: Iterable[Batch],
+    before_step: Callable[[], object],
+    after_step: Callable[[], object],
+) -> Iterator[Batch]:
+    """Yield this rank's batches, then take the steps for which other ranks still have data."""
+    if evaluates_several_gradients(worker.optimizer):
+        raise ConfigError(
+            f"join() with {type(worker.optimizer).__name__}: its step calls a closure, which a rank without a batch "
+            "does not have. Give all ranks the same number of batches"
+        )
+    if worker.strategy.traits.meets_every > 1:
+        raise ConfigError(
+            f"join() with {worker.strategy}: {pace_rule(worker.strategy)}. Let the data of every rank go round"
+        )
+    worker.comm.check_in_step("join()").wait()
+    device = worker.replicas[0].x.device
+    own = torch.tensor([len(batches) if isinstance(batches, Sized) else -1], dtype=torch.int64, device=device)
+    lengths = [int(n.item()) for n in worker.comm.all_gather(own).wait()]
+    known = min(lengths) >= 0
+    iterator = iter(batches)
+    step = 0
+    try:
+        while True:
+            batch = next(iterator, _END)
+            worker.end_failed_pass()
+            if known:
+                active = sum(step < n for n in lengths)
+            else:
+                has_batch = torch.tensor([float(batch is not _END)], dtype=torch.float32, device=device)
+                active = int(worker.comm.all_reduce_(has_batch).wait().item())
+            if not active:
+                return
+            _set_active(worker, active)
+            if isinstance(batch, _End):
+                step_without_batch(worker, before_step)
+                after_step()
+            else:
+                yield batch
+            step += 1
+    finally:
+        # Also when the loop breaks early: later steps count every rank again.
+        _set_active(worker, worker.comm.size)
+
+
+def _set_active(worker: WorkerState, active: int) -> None:
+    for replica in worker.replicas:
+        replica.active = active
+
+
+def step_without_batch(worker: WorkerState, before_step: Callable[[], object] = lambda: None) -> None:
+    """Take one step without a gradient of this rank's own; where gradients are exchanged, with the others' mean."""
+    worker.optimizer.zero_grad(set_to_none=True)
+    if worker.backward is not None:
+        worker.backward.flush()
+    if worker.scaler is None:
+        before_step()
+        worker.optimizer.step()
+    else:
+        # A scaler sets itself up with the first loss, which this rank may never have had.
+        worker.scaler.scale(torch.zeros((), dtype=torch.float32, device=worker.replicas[0].x.device))
+        before_step()
+        worker.scaler.step(worker.optimizer)
+        worker.scaler.update()
+    worker.optimizer.zero_grad(set_to_none=True)

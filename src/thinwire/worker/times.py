@@ -272,7 +272,8 @@ class TimeSplit:
         if self._paused:
             return 0, 0
         if self._working:
-            synchronize(self._device)  # what the GPU still computes is no wait; a blocking message follows
+            if self._device.type != "cpu":
+                synchronize(self._device)  # what the GPU still computes is no wait; a blocking message follows
             self.compute_seconds += self._pass()
         blocked = self._comm.meter.exposed_seconds - self._apart_seconds
         now = self.data_seconds, self.compute_seconds, blocked
@@ -408,13 +409,6 @@ class Account:
         finally:
             self._apart_bytes += meter.payload_bytes - sent
             self._apart_seconds += meter.exposed_seconds - waited
-
-    @contextmanager
-    def exchange(self) -> Generator[None]:
-        """Run a hook of the strategy, and note whether it sends anything."""
-        before = self._comm.meter.messages
-        yield
-        self.exchanged |= self._comm.meter.messages > before
 
     def stats(self) -> Stats:
         """Return the figures so far."""

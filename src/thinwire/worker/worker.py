@@ -19,12 +19,12 @@ from thinwire.core.replica.shards import is_sharded
 from thinwire.core.view import View
 from thinwire.errors import ConfigError
 from thinwire.methods.strategies.base import Strategy
-from thinwire.worker import checkpoint, exporting, joining, replica_state, switching
+from thinwire.worker import checkpoint, replica_state, switching
 from thinwire.worker.annexes import Elastic
 from thinwire.worker.consensus import check_all_there, lends, refuse_while_lent, together, wait_in_step
 from thinwire.worker.guards import rebase
 from thinwire.worker.state import WorkerState
-from thinwire.worker.step import Step
+from thinwire.worker.step import Step, join_batches
 from thinwire.worker.switching import Switched
 from thinwire.worker.times import Stats
 
@@ -268,7 +268,7 @@ class Worker:
             raise ConfigError(
                 "join() with elastic=True: numbers of batches change with the workers. Give all the same number"
             )
-        return joining.join(self._state, batches, before_step or (lambda: None), after_step or (lambda: None))
+        return join_batches(self._state, batches, before_step or (lambda: None), after_step or (lambda: None))
 
     def switch(self, strategy: Strategy | str) -> Switched:
         """Continue with another strategy from the next step on; every rank must call, after the same step.
@@ -504,7 +504,7 @@ class Worker:
         with self._state.account.apart():
             place = self._together(lambda: checkpoint.on_disk(self._state, path))
         with self.consensus() as model, self._state.account.apart():
-            return exporting.export(self._state, model, place)
+            return checkpoint.export(self._state, model, place)
 
     def detach(self) -> None:
         """Remove every hook and close all connections; every rank must call.

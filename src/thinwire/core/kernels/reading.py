@@ -33,10 +33,8 @@ def all_finite_each(tensors: Sequence[Tensor]) -> bool:
     read = tensors
     if len(tensors) > 1 and tensors[0].device.type == "cpu":
         # One call per small tensor takes longer than a copy of all of them.
-        small: list[Tensor] = []
-        read = []
-        for x in tensors:
-            (small if x.numel() <= _SMALL else read).append(x)
+        read = [x for x in tensors if x.numel() > _SMALL]
+        small = [x for x in tensors if x.numel() <= _SMALL] if read else list(tensors)
         if small:
             read.append(flatten(small))
     # torch's function for several groups takes longer than the norm of one.
