@@ -337,6 +337,21 @@ def test_create_graph_is_refused_on_all_ranks() -> None:
 # -- accumulation of several passes ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("cleared", [False, True])
+def test_a_local_pass_after_an_exchanged_one_is_refused_at_the_step(cleared: bool) -> None:
+    def train(comm: Comm) -> None:
+        worker = attach(comm, AllReduce())
+        squared_error(worker.model, comm.rank, 0).backward()
+        if cleared:
+            worker.optimizer.zero_grad()
+        with worker.no_sync():
+            squared_error(worker.model, comm.rank, 1).backward()
+        worker.optimizer.step()
+
+    for text in endings(2, train):
+        assert "that no backward pass has exchanged" in text and "let the last pass of a step run outside" in text
+
+
 def test_the_attribute_of_ddp_loops_accumulates_locally() -> None:
     def train(comm: Comm) -> tuple[list[Tensor], float]:
         worker = attach(comm, AllReduce())

@@ -478,6 +478,7 @@ class Backward:
     _launched: int = 0
     _early: int = 0
     _late: bool = False
+    _adds: bool = False  # a pass has added this rank's own gradients to exchanged ones
     _users: Tensor | None = None
     _end: ref[PassEnd] | None = None
     _interrupted: bool = False
@@ -513,9 +514,11 @@ class Backward:
 
         def ready(_inputs: object, _outputs: object) -> None:
             if not self.syncing:
+                self._adds |= self.exchanged
                 return
             end = None if self._end is None else self._end()
             if (end is None or end.node_frame is not None) and not self._enter(end):
+                self._adds |= self.exchanged
                 return
             bucket.missing -= 1
             if bucket.missing == 0:
@@ -555,7 +558,7 @@ class Backward:
             )
         if self.exchanged and not self._hinted:
             self._hint_at_no_sync()
-        self._launched, self._late = 0, False
+        self._launched, self._late, self._adds = 0, False, False
         # The last bucket is sent at the end of the pass, as a pass that fails must have something left to send.
         # Ranks that skip steps contribute all buckets together, and could not send them again.
         self._early = len(self.buckets) - 1 if self.passes.sends_early(self) and not self.skips_steps else 0
@@ -612,13 +615,14 @@ class Backward:
         Raises:
             ConfigError: on all ranks.
         """
-        if self.exchanged or self.skips_steps:
+        adds, self._adds = self._adds, False
+        if (self.exchanged and not adds) or self.skips_steps:
             return
         # Those of the last exchange are views of the vector, also when a second step is taken with them.
         own = [
             name
             for (p, view), name in zip(self._gradients(), self.names, strict=False)
-            if p.grad is not None and not is_sharded(p) and not _lies_in(p.grad, view)
+            if p.grad is not None and not is_sharded(p) and (adds or not _lies_in(p.grad, view))
         ]
         if own:
             self.comm.raise_on_all(

@@ -309,7 +309,8 @@ class Bucket:
             self.traffic.gets += 1
             try:
                 # An object that is not found soon is asked for again, however large it may be.
-                found = await asyncio.wait_for(obstore.get_async(self._reads, name), _REQUEST_SECONDS)
+                async with asyncio.timeout(_REQUEST_SECONDS):
+                    found = await obstore.get_async(self._reads, name)
             except FileNotFoundError:
                 return None
             except TimeoutError:
@@ -335,7 +336,8 @@ class Bucket:
 
         limit = _REQUEST_SECONDS + nbytes / _SLOWEST
         try:
-            return await asyncio.wait_for(call, limit)
+            async with asyncio.timeout(limit):  # `wait_for` of Python 3.11 may ignore that the call is canceled
+                return await call
         except (CommError, ConnectionError):
             raise
         except TimeoutError:
