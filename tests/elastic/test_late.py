@@ -46,7 +46,7 @@ from thinwire import (
     attach,
 )
 from thinwire.core.storage.bucket import KEY, new_key
-from thinwire.elastic.closing import Closing, Contribution
+from thinwire.elastic.closing import Closing, Contribution, Phase
 from thinwire.elastic.late_rounds import LateRounds
 from thinwire.elastic.notice import Notice
 from thinwire.elastic.threads import ThreadNetwork
@@ -508,7 +508,7 @@ def test_workers_are_killed_and_stopped_and_join_and_leave(tmp_path: Path, fragm
         os.kill(names["1"].process.pid, signal.SIGSTOP)
         add()
         name, step = workers[3].receive(60)
-        assert name == 3
+        assert name == 3 and step % (PERIOD // fragments) == 0
         os.kill(names["1"].process.pid, signal.SIGCONT)
         add()
         name, step = workers[4].receive(60)
@@ -578,6 +578,23 @@ def test_a_worker_that_was_considered_lost_is_read_when_a_closing_takes_its_work
         rounds = [*pool.map(work, range(2))]
     assert rounds[0] == [*range(len(rounds[0]))]  # it has copied no state, and lacks no round
     assert len(rounds[0]) >= 20
+
+
+def test_a_worker_that_was_late_takes_fewer_steps_after_the_end_of_its_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    left_out = iter([2])
+    monkeypatch.setattr(Phase, "end", lambda self, **_: next(left_out, 0))
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    settings: dict[str, Any] = {"rendezvous": f"memory://{secrets.token_hex(8)}", "workers": 1}
+    with attach(model, optimizer, LocalSGD(period=PERIOD), elastic=LateMerging(), **settings) as worker:
+        assert isinstance(worker.elastic, LateRounds)
+        steps = list[int]()
+        while worker.step < 3 * PERIOD:
+            model.x.grad = gradient(0, worker.step, model.x.detach())
+            optimizer.step()
+            steps.append(worker.step)
+        assert steps == [1, 2, 3, 4, 7, 8, 9, 10, 11, 12]
+        assert [each.contributions[0].tokens for each in worker.elastic.closings] == [4.0, 2.0, 4.0]
 
 
 def test_a_worker_that_leaves_hands_over_its_unfinished_round() -> None:

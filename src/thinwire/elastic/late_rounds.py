@@ -224,7 +224,7 @@ class LateRounds:
         self._worker: WorkerState | None = None
         self._run = secrets.token_hex(8)  # the id of the run, which the first worker draws
         self._loads, self._has_stepped = 0, False
-        self._phase = Phase(1)
+        self._phase, self._left_out = Phase(1), 0
         own = (each for closing in options.replay or () for each in closing.contributions if each.worker == self._name)
         self._replayed = {each.started: each.tokens for each in own if not each.others}
 
@@ -350,14 +350,15 @@ class LateRounds:
             fragment.launched, fragment.tokens = [], 0.0
             self._restart(number)
         self._set_step(self._step_after(round - 1) if round else 0)
+        self._left_out = 0
         for fragment in self._fragments:
             fragment.first = self._step
 
     def _leave_out(self, steps: int) -> None:
-        """Start the next round so many steps later; with fragments, whole rounds are taken."""
+        """Take so many steps less in the round that starts; with fragments, whole rounds are taken."""
         if len(self._fragments) == 1 and steps < self._period - self.options.delay and not self.options.replay:
-            self._set_step(self._step + steps)
-            self._fragments[0].first = self._step
+            self._left_out = steps  # from the next step on, so that loops see the end of a round
+            self._fragments[0].first += steps
 
     def _set_step(self, step: int) -> None:
         for r in self.worker.replicas:
@@ -402,6 +403,9 @@ class LateRounds:
                 f"worker {self.worker_id} is at step {step} after step {self._step - 1}: steps of a run with "
                 f"elastic={self.options} must not be set from outside. Leave out load_state_dict"
             )
+        if self._left_out:
+            self._set_step(self._step + self._left_out)
+            self._left_out = 0
         self._membership.take_step()
         self._has_stepped = True
         for fragment in self._fragments:

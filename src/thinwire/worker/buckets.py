@@ -615,14 +615,13 @@ class Backward:
         Raises:
             ConfigError: on all ranks.
         """
-        adds, self._adds = self._adds, False
-        if (self.exchanged and not adds) or self.skips_steps:
+        if (self.exchanged and not self._adds) or self.skips_steps:
             return
         # Those of the last exchange are views of the vector, also when a second step is taken with them.
         own = [
             name
             for (p, view), name in zip(self._gradients(), self.names, strict=False)
-            if p.grad is not None and not is_sharded(p) and (adds or not _lies_in(p.grad, view))
+            if p.grad is not None and not is_sharded(p) and (self._adds or not _lies_in(p.grad, view))
         ]
         if own:
             self.comm.raise_on_all(
