@@ -357,7 +357,7 @@ def test_random_logs_have_late_work() -> None:
 def test_a_slow_worker_counts_late_and_the_log_replays_bitwise(carrier: Any, carry: Any) -> None:
     options = LateMerging(quorum=0.5, deviations=0.0, delay=2 * (carry == "full"), carry=carry)
     strategy = DiLoCo(period=PERIOD)
-    found = run(carrier(options), strategy, options, 8, pause=lambda name, _: 0.06 if name == 2 else 0.005)
+    found = run(carrier(options), strategy, options, 8, pause=lambda name, _: 0.025 if name == 2 else 0.005)
     log = max((closings for _, closings in found), key=len)
     for _, closings in found:
         assert closings == log[: len(closings)]  # one closing of each round
