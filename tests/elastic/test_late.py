@@ -327,7 +327,7 @@ def test_a_slow_worker_with_fragments_counts_late_and_the_log_replays_bitwise(ca
     delay = int(carry == "full")
     options = LateMerging(quorum=0.5, deviations=0.0, delay=delay, carry=carry)
     strategy = DiLoCo(period=LONG, fragments=3)
-    found = run(carrier(options), strategy, options, 6, period=LONG, pause=lambda name, _: 0.04 if name == 2 else 0.004)
+    found = run(carrier(options), strategy, options, 6, period=LONG, pause=lambda name, _: 0.02 if name == 2 else 0.004)
     log = max((closings for _, closings in found), key=len)
     for _, closings in found:
         assert closings == log[: len(closings)]
