@@ -4,6 +4,7 @@
     python -m benchmarks.late speed                     about two minutes
     python -m benchmarks.late speed --large             about seven minutes, as root
     python -m benchmarks.late loss [--seeds 0 1 2]      about four minutes a seed
+    python -m benchmarks.late loss --large
 
 The rule, which was written before any run:
 
@@ -25,6 +26,9 @@ The rule, which was written before any run:
   rounds as have no more batches in their means. The loss is of the
   consensus on the same 256 held-out windows. Printed is the unequal fleet's loss over the equal one's, less one, for
   each seed, and the mean. The bar is 1 %.
+- `loss --large`: as `loss`, with the model, the batch and the recipes of `speed --large`, also for the equal fleet. A
+  worker's first contribution has 30 batches, since it is sent two steps before the end of its round, and the others
+  have 32.
 
 Each result is a line of JSON.
 """
@@ -70,6 +74,8 @@ class Setting:
     Attributes:
         recipe: without late merging.
         late: the options of late merging.
+        size: of the model whose loss is measured.
+        batch: its sequences a step.
         step: a fast worker's step.
         warm: before the window.
         window: at least so long.
@@ -78,16 +84,20 @@ class Setting:
 
     recipe: str
     late: dict[str, Any]
+    size: str
+    batch: int
     step: float
     warm: float
     window: float
     most: float
 
 
-SMALL = Setting(BASE, {}, step=0.05, warm=5, window=40, most=150)
+SMALL = Setting(BASE, {}, "0.5m", BATCH, step=0.05, warm=5, window=40, most=150)
 LARGE = Setting(
     f"DiLoCo(period={PERIOD}, codec={CODEC})",
     {"codec": CODEC, "delay": 2, "carry": "full"},
+    "6m",
+    1,
     step=1.0, warm=60, window=120, most=600,
 )  # fmt: skip
 
@@ -114,7 +124,11 @@ def worker(rank: int, url: str, *, late: bool, large: bool) -> None:
     """Train until it is killed; prints when each step has ended."""
     setting = LARGE if large else SMALL
     seconds = setting.step * SPEEDS[rank]
-    trainer = fleet.Trainer(WORKERS, rank, size="6m", batch=1, seconds=seconds) if large else Vector(rank, seconds)
+    trainer = (
+        fleet.Trainer(WORKERS, rank, size=setting.size, batch=setting.batch, seconds=seconds)
+        if large
+        else Vector(rank, seconds)
+    )
     recipe = BASE if late else setting.recipe
     elastic: Any = thinwire.LateMerging(**setting.late) if late else False
     trained = thinwire.attach(
@@ -181,35 +195,45 @@ def speed(*, late: bool, large: bool) -> dict[str, Any]:
     return {"what": "speed", "recipe": recipe, **steps.used("steps")}
 
 
-def closings() -> tuple[Closing, ...]:
+def closings(setting: Setting) -> tuple[Closing, ...]:
     """The closings of this fleet in virtual time, while their batches are not more than the equal fleet's."""
     log: list[Closing] = []
     simulate(Fleet(SPEEDS), CloseRule(), rounds=100, log=log)
-    found, batches = list[Closing](), 0
+    found, batches, known = list[Closing](), 0, set[str]()
     for closing in log:
         if batches + PERIOD * len(closing.contributions) > BATCHES:
             break
-        taken = [Contribution(each.started, each.worker[1:], float(PERIOD * BATCH)) for each in closing.contributions]
+        taken = list[Contribution]()
+        for each in closing.contributions:
+            steps = PERIOD - (0 if each.worker in known else setting.late.get("delay", 0))
+            taken.append(Contribution(each.started, each.worker[1:], float(steps * setting.batch)))
+            known.add(each.worker)
         found.append(Closing(closing.round, tuple(taken)))
         batches += PERIOD * len(taken)
     return tuple(found)
 
 
-def late_loss(seed: int) -> float:
+def late_loss(seed: int, setting: Setting) -> float:
     """The held-out loss of the unequal fleet."""
-    log, url = closings(), f"memory://{secrets.token_hex(4)}"
+    log, url = closings(setting), f"memory://{secrets.token_hex(4)}"
 
     def train(_: int) -> float:
         shared: dict[str, Any] = {"rendezvous": url, "workers": WORKERS, "timeout": 900, "key": ""}
-        late = thinwire.LateMerging(replay=log)
+        late = thinwire.LateMerging(replay=log, **setting.late)
 
         def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> thinwire.Worker:
             return thinwire.attach(model, optimizer, BASE, elastic=late, **shared)
 
-        return loss_after(len(log) * PERIOD, seed, attach)
+        return loss_after(len(log) * PERIOD, seed, attach, size=setting.size, batch=setting.batch)
 
     with ThreadPoolExecutor(WORKERS) as pool:
         return max(pool.map(train, range(WORKERS)))
+
+
+def losses(seed: int, setting: Setting) -> tuple[float, float]:
+    """The held-out losses of the equal and of the unequal fleet."""
+    equal = loss_of(setting.recipe, seed, PERIOD * WORKERS, size=setting.size, batch=setting.batch)
+    return equal, late_loss(seed, setting)
 
 
 def main() -> None:
@@ -228,7 +252,8 @@ def main() -> None:
     elif options.what == "speed":
         fleet.keep((speed(late=late, large=options.large) for late in (True, False)), None)
     else:
-        fleet.keep(compared(options.seeds, lambda seed: (loss_of(BASE, seed, PERIOD * WORKERS), late_loss(seed))), None)
+        setting = LARGE if options.large else SMALL
+        fleet.keep(compared(options.seeds, lambda seed: losses(seed, setting)), None)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from benchmarks import fleet
 from thinwire.lab.emulate import Network, Workers, parse_links
 
 BASES = ("LocalSGD(period=32)", "SlowMo(period=32)", "DiLoCo(period=32)")
-WORKERS, BATCH, PERIOD = 4, 4, 32
+WORKERS, SIZE, BATCH, PERIOD = 4, "0.5m", 4, 32
 LENGTHS = (0.25, 0.25, 0.25, 1.0)
 UNEQUAL_STEPS = (32, 32, 32, 8)
 BATCHES = 1664
@@ -81,15 +81,19 @@ def worker(recipe: str) -> None:
 # -- loss --------------------------------------------------------------------------------------------------------------
 
 
-def loss_after(steps: int, seed: int, attach: Callable[..., thinwire.Worker]) -> float:
+def loss_after(
+    steps: int, seed: int, attach: Callable[..., thinwire.Worker], *, size: str = SIZE, batch: int = BATCH
+) -> float:
     """The held-out loss after so many steps, as one worker measures it; 0 on ranks other than the first.
 
     Args:
         steps: of the group's clock.
         seed: of the parameters and the order of the data.
         attach: makes the worker of a model and its optimizer.
+        size: of the model.
+        batch: sequences of a step.
     """
-    trainer = fleet.Trainer(WORKERS, seed=seed)
+    trainer = fleet.Trainer(WORKERS, seed=seed, size=size, batch=batch)
     trained = attach(trainer.model, trainer.optimizer)
     trainer.slot = trained.rank
     for number in count():
@@ -102,12 +106,15 @@ def loss_after(steps: int, seed: int, attach: Callable[..., thinwire.Worker]) ->
     return found
 
 
-def loss_of(strategy: str, seed: int, per_round: int) -> float:
+def loss_of(strategy: str, seed: int, per_round: int, *, size: str = SIZE, batch: int = BATCH) -> float:
     """The held-out loss after as many batches as the rule says, of so many in a round."""
     steps = BATCHES // per_round * PERIOD
 
     def train(comm: thinwire.Comm) -> float:
-        return loss_after(steps, seed, lambda model, optimizer: thinwire.attach(model, optimizer, strategy, comm=comm))
+        def attach(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> thinwire.Worker:
+            return thinwire.attach(model, optimizer, strategy, comm=comm)
+
+        return loss_after(steps, seed, attach, size=size, batch=batch)
 
     return thinwire.run_threads(WORKERS, train, timeout=600)[0]
 
