@@ -393,8 +393,8 @@ class Storm:
             if time.monotonic() > limit:
                 hung = True
                 break
-        window = ends - begins
-        kept = self.total(begins, ends)
+        ends = min(ends, begins + options.seconds)
+        window, kept = ends - begins, self.total(begins, ends)
         return {
             "what": "storm", "contender": self.contender, "faults": dict(self.done), "seconds": round(window, 1),
             "kept": kept, "rate": kept / window, "batches": self.total(), "loss": (self.end or {}).get("loss"),
