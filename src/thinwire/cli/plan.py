@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from thinwire.planning.doctor.speeds import StepTime
     from thinwire.planning.plan import BucketOption
     from thinwire.planning.plan.decision import Decision
-    from thinwire.planning.plan.meshes import LanguageModel
     from thinwire.planning.plan.search import Option
     from thinwire.planning.plan.timings import Timings
     from thinwire.planning.simulate import Network
@@ -125,9 +124,8 @@ class Plan(ModelOptions):
         made = self.made(optimizer=self.optimizer, meta=examined or self.step_seconds is not None)
         with Parts(f"planning: {len(recipes)} recipes are simulated, which may take minutes") as tell:
             step = self._step(made, seen if examined else None, timings, tell)
-            model = None if self.strategies is not None or self.own_model is not None else self._language_model(seen)
             job = step.job(workers, network, made.optimizer, sharing=1.0 if seen is None else seen.sharing)
-            found = decide(job, recipes, model=model, timings=timings, tell=tell, expect=tell.expect)
+            found = decide(job, recipes, timings=timings, tell=tell, expect=tell.expect)
         if busy and timings.measured:
             err.print(
                 f"this machine was busy in the last minute: a load of {load:.1f} on {cores} cores. If other programs "
@@ -284,14 +282,6 @@ class Plan(ModelOptions):
         specials = [Special((each.rank,), slowdown=each.factor) for each in slow if each.factor != 1]
         return replace(network, specials=(*network.specials, *specials)) if specials else network
 
-    def _language_model(self, seen: Examination | None) -> LanguageModel | None:
-        """Return what could be split over a mesh; None where the doctor has timed a model that is not known here."""
-        from thinwire.cli.step_time import language_model
-
-        if seen is not None and seen.steps and self.task is None:
-            return None
-        return language_model(self.task or "text", self.model_size, batch_size=self.batch_size, data=self.data)
-
     def _step(
         self, made: TimedModel, seen: Examination | None, timings: Timings, tell: Callable[[str], None]
     ) -> StepTime:
@@ -403,7 +393,7 @@ def _print(found: Decision, step: StepTime, *, counted: bool) -> None:
     _print_step(step, f"{job.workers} workers, {links}")
     rows = [
         (
-            each.name,
+            each.recipe,
             seconds(each.prediction.seconds),
             seconds(each.prediction.exposed),
             f"{each.prediction.efficiency:.2f}",
@@ -416,12 +406,8 @@ def _print(found: Decision, step: StepTime, *, counted: bool) -> None:
         if each.prediction is not None
     ]
     heads = ("strategy", "step", "waits", "linear", "sent", "memory", "time", "steps to the loss")
-    _print_rows(heads, rows, chosen.name, found.options)
-    split = ""
-    if chosen.mesh is not None and planner.model is not None:
-        samples = planner.model.samples * chosen.mesh.rows * chosen.mesh.columns
-        split = f" with --tensor-parallel {chosen.mesh} --batch-size {samples}"
-    out.print(f"\n{chosen.recipe}{split}", style="bold")
+    _print_rows(heads, rows, chosen.recipe, found.options)
+    out.print(f"\n{chosen.recipe}", style="bold")
     out.print(found.why)
     if chosen.accuracy is not None and any(each != 1 for each in chosen.accuracy.rates.values()):
         rates = " and ".join(f"{each:g} on {task}" for task, each in chosen.accuracy.rates.items())

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from thinwire.planning.doctor.speeds import StepTime
-    from thinwire.planning.plan.meshes import LanguageModel
     from thinwire.planning.plan.traffic import MakeOptimizer
 
 _MOMENTUM = 0.9
@@ -169,31 +168,6 @@ def _again(own: Optimizer, name: str) -> MakeOptimizer:
             "and the loss, and give --optimizer"
         ) from None
     return make
-
-
-def language_model(
-    task: str, model_size: str | None, *, batch_size: int | None, data: Path | None
-) -> LanguageModel | None:
-    """Return a task's model as one that can be split over a mesh; None if it is no language model."""
-    import torch
-
-    from thinwire.lab import tasks
-    from thinwire.lab.tasks.models.gpt import GPT
-    from thinwire.planning.plan.meshes import LanguageModel
-
-    loaded = tasks.load(task, data=data)
-
-    def make() -> torch.nn.Module:
-        with torch.device("meta"):
-            return loaded.model(model_size, seed=0)
-
-    made = make()
-    if not isinstance(made, GPT):
-        return None
-    sample = loaded.batch(loaded.shards(1)[0], 0, batch_size=1, seed=0, rank=0)[0]
-    return LanguageModel(
-        make, batch_size or loaded.defaults.batch_size, sample.shape[-1], made.embedding.num_embeddings
-    )
 
 
 def _own_model(place: str) -> tuple[nn.Module, Callable[[], Tensor], Optimizer | None]:

@@ -12,7 +12,6 @@ from typing import Any
 from thinwire.core.units import digits, nbytes, rate, seconds
 from thinwire.planning.plan.candidates import CANDIDATES, DENSE, Accuracy
 from thinwire.planning.plan.late import recommend
-from thinwire.planning.plan.meshes import LanguageModel
 from thinwire.planning.plan.network_words import rates_differ
 from thinwire.planning.plan.search import (
     FASTEST,
@@ -75,9 +74,8 @@ class Decision:
             "workers_that_differ": [_finite(each) for each in network.specials],
             "links_that_differ": [_finite(each) for each in network.pairs],
             "recommended": self.chosen.recipe,
-            "tensor_parallel": self.chosen.mesh and str(self.chosen.mesh),
             "why": self.why,
-            "within_noise": [each.name for each in within_noise(self.options) if each is not self.chosen],
+            "within_noise": [each.recipe for each in within_noise(self.options) if each is not self.chosen],
             "crossings": [asdict(each) for each in self.crossings],
             "timings": _timings_as_json(planner.timings),
             "accuracy": {"provenance": planner.table.provenance, "command": planner.table.command},
@@ -90,7 +88,6 @@ def decide(
     job: Job,
     recipes: Sequence[str] = CANDIDATES,
     *,
-    model: LanguageModel | None = None,
     timings: Timings | None = None,
     tell: Callable[[str], None] = lambda part: None,
     expect: Callable[[int | None], None] = lambda parts: None,
@@ -100,7 +97,6 @@ def decide(
     Args:
         job: the parameters, the workers, the network and the time of a training step.
         recipes: candidates, as text.
-        model: a language model that could also be split over meshes of workers.
         timings: keeps what is timed on this machine for later plans; in memory unless given.
         tell: called with each part that begins.
         expect: called with the number of parts that follow, or None where it is not known.
@@ -111,8 +107,8 @@ def decide(
         >>> decide(job, ["AllReduce()", "AllReduce(codec=Bf16())"]).chosen.recipe
         'AllReduce(codec=Bf16())'
     """
-    planner = Planner(job, recipes, tell=tell, model=model, timings=timings or Timings())
-    expect(len(recipes) + len(planner.meshes()))
+    planner = Planner(job, recipes, tell=tell, timings=timings or Timings())
+    expect(len(recipes))
     options = planner.options()
     chosen = choose(options)
     expect(None)
@@ -164,7 +160,6 @@ def _fields(option: Option) -> dict[str, Any]:
     found, accuracy = option.prediction, option.accuracy
     return {
         "recipe": option.recipe,
-        "tensor_parallel": option.mesh and str(option.mesh),
         "refused": option.refused,
         "seconds_per_step": found and found.seconds,
         "efficiency": found and found.efficiency,
@@ -180,7 +175,7 @@ def _fields(option: Option) -> dict[str, Any]:
 
 def why(options: list[Option], chosen: Option) -> str:
     """Say in a few sentences why an option was chosen."""
-    dense = next((each for each in options if each.recipe == DENSE and each.mesh is None and each.prediction), None)
+    dense = next((each for each in options if each.recipe == DENSE and each.prediction), None)
     found = chosen.prediction
     assert found is not None, "what is chosen can serve"
     if dense is None or dense.prediction is None:
@@ -203,7 +198,7 @@ def why(options: list[Option], chosen: Option) -> str:
 
 def _noise(options: list[Option], chosen: Option) -> str:
     """Name what is within noise of the best, and the rule by which one of them was chosen; "" if nothing else is."""
-    others = [each.name for each in within_noise(options) if each is not chosen]
+    others = [each.recipe for each in within_noise(options) if each is not chosen]
     if not others:
         return ""
     which = f"{', '.join(others)} {'is' if len(others) == 1 else 'are'} within noise of it"
@@ -221,7 +216,7 @@ def _missed(options: list[Option], chosen: Option) -> str:
     if accuracy is None or took * NEARLY > chosen.to_loss:
         return ""
     return (
-        f" {option.name} may be sooner still, but it never reached the loss in {accuracy.missed} of {accuracy.runs} "
+        f" {option.recipe} may be sooner still, but it never reached the loss in {accuracy.missed} of {accuracy.runs} "
         "measured runs; thinwire compare shows whether it does on your task."
     )
 

@@ -22,7 +22,6 @@ from thinwire.errors import ConfigError
 from thinwire.methods.strategies.base import Strategy, check_workers
 from thinwire.methods.strategies.recipe import parse
 from thinwire.planning.plan.candidates import CANDIDATES, DENSE, Accuracy, AccuracyTable, measured
-from thinwire.planning.plan.meshes import LanguageModel, MeshShape, mesh_shapes, predict_mesh
 from thinwire.planning.plan.predict import MOST_WORKERS, ModelTime, Prediction, own_work, predict, slower
 from thinwire.planning.plan.timings import Timings, digest
 from thinwire.planning.plan.traffic import MakeOptimizer
@@ -36,7 +35,6 @@ SLOWEST, FASTEST = 1e7, 1e11
 FEW_WORKERS = 8
 """As many are simulated each on its own where bytes need not be exact."""
 _FEW_TENSORS = 6
-_MOST_SPLIT_WORKERS = 8  # every rank of a mesh splits a model
 _PRECISE = 1.05
 _STRIDE = 10**0.5
 
@@ -86,21 +84,12 @@ class Option:
         prediction: None where it cannot serve.
         accuracy: what was measured of it; None if nothing was.
         refused: why it cannot serve this number of workers, this optimizer or this model; "" if it can.
-        mesh: over which each copy of the model is split; None where each worker has the whole model.
     """
 
     recipe: str
     prediction: Prediction | None
     accuracy: Accuracy | None
     refused: str = ""
-    mesh: MeshShape | None = None
-
-    @property
-    def name(self) -> str:
-        """In tables."""
-        if self.mesh is None:
-            return self.recipe
-        return f"mesh {self.mesh}" + f", {self.mesh.copies} copies" * (self.mesh.copies > 1)
 
     @property
     def seconds(self) -> float:
@@ -129,7 +118,7 @@ class Crossing:
         bits_per_second: of the usual link, at which the choice changes; those that differ keep their ratio to it.
         factor: the same rate over the usual link's own: how many times as fast all links would be.
         side: whether links that are faster, or slower, choose it.
-        recipe: the name of the one that would be chosen; never that of the recommended one.
+        recipe: the one that would be chosen; never that of the recommended one.
     """
 
     bits_per_second: float
@@ -148,7 +137,6 @@ class Planner:
         table: of accuracy.
         timings: keeps the seconds that strategies compute themselves; in memory unless given.
         tell: called with each recipe before it is simulated.
-        model: what could be split over meshes of few workers; they are predicted on the job's own network only.
         timed_elements: of the largest vector on which they are timed; more are extrapolated.
         most_workers: of more, one stands for all where all do the same, which takes much less time; see `predict`.
     """
@@ -157,7 +145,6 @@ class Planner:
     recipes: Sequence[str] = CANDIDATES
     table: AccuracyTable = field(default_factory=measured)
     tell: Callable[[str], None] = lambda _: None
-    model: LanguageModel | None = None
     timed_elements: int = 1 << 21
     most_workers: int = MOST_WORKERS
     timings: Timings = field(default_factory=Timings)
@@ -175,14 +162,8 @@ class Planner:
             parse(recipe)
 
     def options(self) -> list[Option]:
-        """Return every recipe and mesh; those that cannot serve at the end, others from the least time to the loss."""
-        return ranked([*self._options(self.job), *self._meshes()])
-
-    def meshes(self) -> list[MeshShape]:
-        """Return the meshes that are predicted besides the recipes."""
-        if self.model is None or self.job.workers > _MOST_SPLIT_WORKERS:
-            return []
-        return list(mesh_shapes(self.model, self.job.workers))
+        """Return every recipe; those that cannot serve at the end, others from the least time to the loss."""
+        return ranked(self._options(self.job))
 
     def at(self, recipe: str, network: Network, workers: int | None = None) -> Option:
         """Return one recipe on another network, or with another number of workers."""
@@ -202,7 +183,7 @@ class Planner:
             Up to one for each side.
         """
         chosen = choose(options)
-        exact = {each.recipe: each.seconds for each in options if each.mesh is None and each.to_loss < inf}
+        exact = {each.recipe: each.seconds for each in options if each.to_loss < inf}
         rate, coarse = self.job.network.bits_per_second, self.job.coarse()
         scale = {
             recipe: seconds / self._remembered(recipe, coarse).seconds
@@ -213,10 +194,7 @@ class Planner:
         def choice(bits_per_second: float) -> str:
             network = slower(self.job.network, rate / bits_per_second)
             self.tell(f"at {words_of_rate(bits_per_second)}")
-            found = list(self._options(replace(coarse, network=network), scale))
-            if chosen.mesh is not None:
-                found.append(self._mesh(chosen.mesh, network))
-            return choose(found).name
+            return choose(list(self._options(replace(coarse, network=network), scale))).recipe
 
         found: list[Crossing] = []
         sides: tuple[tuple[Literal["faster", "slower"], float, float], ...] = (
@@ -228,8 +206,8 @@ class Planner:
             while (limit - here) * (stride - 1) > 0:
                 # The last stride ends at the limit.
                 there = min(limit, here * stride) if stride > 1 else max(limit, here * stride)
-                if choice(there) != chosen.name:
-                    found.append(self._bisect(here, there, choice, chosen.name, side))
+                if choice(there) != chosen.recipe:
+                    found.append(self._bisect(here, there, choice, chosen.recipe, side))
                     break
                 here = there
         return found
@@ -263,18 +241,6 @@ class Planner:
                 option = replace(option, prediction=replace(option.prediction, seconds=seconds))
             least = min(least, option.to_loss)
             yield option
-
-    def _meshes(self) -> Iterator[Option]:
-        for shape in self.meshes():
-            self.tell(f"a mesh of {shape}")
-            yield self._mesh(shape, self.job.network)
-
-    def _mesh(self, shape: MeshShape, network: Network) -> Option:
-        assert self.model is not None, "only called where a model can be split"
-        job = self.job
-        found = predict_mesh(self.model, shape, network=network, model_time=job.model_time, optimizer=job.optimizer)
-        # What is computed is the same as with AllReduce(), and so is how many steps it takes.
-        return Option(DENSE, found, self.table.of(DENSE), mesh=shape)
 
     def _remembered(self, recipe: str, job: Job) -> Option:
         key = recipe, job.network, job.workers
@@ -340,15 +306,14 @@ def within_noise(options: Iterable[Option]) -> list[Option]:
     """Return the options whose time to the loss is within 5 % of the least, simplest first.
 
     The simplest stands first in `CANDIDATES`, the list of recipes from those that change training least. Recipes that
-    are not in the list come after those that are. A mesh comes after the recipe without one: it changes nothing in
-    training either, but needs a model that can be split.
+    are not in the list come after those that are.
     """
     serving = [each for each in options if each.to_loss < inf]
     limit = NEARLY * min((each.to_loss for each in serving), default=inf)
     places = {canonical(parse(recipe)): place for place, recipe in enumerate(CANDIDATES)}
 
-    def order(each: Option) -> tuple[int, bool]:
-        return places.get(canonical(parse(each.recipe)), len(places)), each.mesh is not None
+    def order(each: Option) -> int:
+        return places.get(canonical(parse(each.recipe)), len(places))
 
     return sorted((each for each in serving if each.to_loss <= limit), key=order)
 

@@ -131,13 +131,9 @@ class AlikeComm(SimulatedComm):
 
     def duplicate(self) -> Comm:
         """Return a comm over connections of its own."""
-        group = SimulatedGroup(self._group.fault, wires=self._wires, members=self._group.members)
+        group = SimulatedGroup(self._group.fault, wires=self._wires)
         self._world.groups.append(group)
         return AlikeComm(self._world, group, self.rank, timeout=self.timeout)
-
-    def among(self, ranks: Sequence[int]) -> SimulatedComm:
-        """Refused: a worker cannot stand for those of other groups."""
-        raise UnlikeError(f"{self._where('among')}: there are groups of some ranks. Simulate all workers")
 
     def _open_mailbox(self, epoch: int, like: Tensor, capacity: int) -> Mailbox:
         raise UnlikeError(

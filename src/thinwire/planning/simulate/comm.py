@@ -15,7 +15,7 @@ from torch import Tensor
 from thinwire.core.comm.base import Comm
 from thinwire.core.comm.mailbox.base import Mailbox
 from thinwire.core.comm.work import Work, describe
-from thinwire.errors import ConfigError, MismatchError, ThinwireError, error_named
+from thinwire.errors import MismatchError, ThinwireError, error_named
 from thinwire.planning.simulate.mailbox import SimulatedMailbox
 from thinwire.planning.simulate.wires import Wires
 from thinwire.planning.simulate.world import Connections, Pending, World
@@ -73,16 +73,12 @@ class SimulatedGroup(Connections):
     Attributes:
         wires: between its ranks.
         ended: by rank, when its last collective call ends, where calls follow one another on one stream.
-        parts: groups of some of its ranks, by these and how many such groups were there before.
     """
 
     wires: Wires = field(kw_only=True)
     ended: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     collectives: dict[int, Collective] = field(default_factory=dict[int, Collective])
     exchanges: dict[tuple[int, int, int], Exchange] = field(default_factory=dict[tuple[int, int, int], Exchange])
-    parts: dict[tuple[tuple[int, ...], int], SimulatedGroup] = field(
-        default_factory=dict[tuple[tuple[int, ...], int], "SimulatedGroup"]
-    )
 
 
 class SimulatedComm(Comm):
@@ -91,11 +87,10 @@ class SimulatedComm(Comm):
     Args:
         world: shared by the workers.
         group: its connections, shared too.
-        rank: this worker's, in the group.
+        rank: this worker's.
         timeout: how long one wait may last, in virtual seconds.
 
     Attributes:
-        worker: its number among all workers, which is its rank unless the group has only some of them.
         variation: a factor of what this worker computes in its present step, from the network's spread.
 
     Example:
@@ -112,13 +107,11 @@ class SimulatedComm(Comm):
     checks_first_steps = False
 
     def __init__(self, world: World, group: SimulatedGroup, rank: int, *, timeout: float = 60.0) -> None:
-        super().__init__(rank, len(group.members), timeout=timeout)
-        self.worker = group.members[rank]
-        self.runtime = world.times.runtime(self.worker)
+        super().__init__(rank, world.size, timeout=timeout)
+        self.runtime = world.times.runtime(self.rank)
         self._world, self._group, self._wires = world, group, group.wires
         self.variation = 1.0
         self._calls = 0
-        self._groups: Counter[tuple[int, ...]] = Counter()
         self._sent: Counter[int] = Counter()
         self._expected: Counter[int] = Counter()
         self._step_began: tuple[int, float, float] | None = None
@@ -131,7 +124,7 @@ class SimulatedComm(Comm):
     @property
     def slowdown(self) -> float:
         """Return how many times as long this worker computes as others."""
-        return self._world.draws.slowdown(self.worker)
+        return self._world.draws.slowdown(self.rank)
 
     def compute(self, seconds: float | None = None) -> None:
         """Let this worker compute for a while: what the work itself does takes no virtual time.
@@ -142,25 +135,25 @@ class SimulatedComm(Comm):
             seconds: of this worker if it is as fast as the others; a slow one takes a multiple. Unless given, it is
                 drawn from the compute time of the simulation.
         """
-        self._world.check_step(self.worker, self.step)
+        self._world.check_step(self.rank, self.step)
         self.end_step()
         start = self.now
         draws = self._world.draws
-        self.variation = draws.variation(self.worker)
-        own = draws.compute_seconds(self.worker) if seconds is None else seconds * draws.slowdown(self.worker)
+        self.variation = draws.variation(self.rank)
+        own = draws.compute_seconds(self.rank) if seconds is None else seconds * draws.slowdown(self.rank)
         own *= self.variation
-        self._world.compute(self.worker, self.step, own)
+        self._world.compute(self.rank, self.step, own)
         self._step_began = self.step, start, self.now - start
 
     def sleep(self, seconds: float) -> None:
         """Let this worker do something for a while that is no step of its own; pauses come on top."""
-        self._world.take(self.worker, seconds)
+        self._world.take(self.rank, seconds)
 
     def end_step(self) -> None:
         """Write down the training step that the last call of `compute` has begun, if there is one."""
         if self._step_began is not None:
             step, start, computed = self._step_began
-            self._world.ends_step(self.worker, step, start, computed)
+            self._world.ends_step(self.rank, step, start, computed)
             self._step_began = None
 
     # -- collectives ---------------------------------------------------------------------------------------------
@@ -177,7 +170,7 @@ class SimulatedComm(Comm):
         return reduced.then(lambda reduced: x if x.is_meta else x.copy_(reduced))
 
     def _broadcast_(self, x: Tensor, src: int) -> Work[Tensor]:
-        self._world.check_step(self.worker, self.step)
+        self._world.check_step(self.rank, self.step)
         label = f"broadcast of {describe(x)} from {src}"
         collective, pending = self._enter(label, x)
         if self.rank == src:
@@ -225,7 +218,7 @@ class SimulatedComm(Comm):
         self, label: str, own: T, combine: Callable[[list[T]], U], timing: Callable[[Sequence[float]], Sequence[float]]
     ) -> Work[U]:
         """Join this rank's next collective call; the last rank to join computes the result, and when each has it."""
-        self._world.check_step(self.worker, self.step)
+        self._world.check_step(self.rank, self.step)
         collective, pending = self._enter(label, own)
         if len(collective.inputs) == self.size:
             collective.result = combine([collective.inputs[rank] for rank in range(self.size)])
@@ -233,7 +226,7 @@ class SimulatedComm(Comm):
             last = max(range(self.size), key=lambda rank: collective.launched[rank])
             came = collective.launched[last]
             for rank, part in collective.parts.items():
-                part.know(self._world.times, done[rank], self._group.members[last], came)
+                part.know(self._world.times, done[rank], last, came)
             # Drops the vectors of ranks that have gone on.
             collective.inputs.clear()
         return Work(lambda: self._finish(collective, pending))
@@ -259,12 +252,11 @@ class SimulatedComm(Comm):
                 f"call {call} is {collective.label} on rank {collective.first_rank} and {label} on rank {self.rank}"
             )
         collective.inputs[self.rank], collective.launched[self.rank] = own, self.now
-        members = group.members
 
         def late() -> list[int]:
-            return [worker for rank, worker in enumerate(members) if rank not in collective.launched]
+            return [rank for rank in range(self.size) if rank not in collective.launched]
 
-        pending = collective.parts[self.rank] = Pending(self.worker, 1, late)
+        pending = collective.parts[self.rank] = Pending(self.rank, 1, late)
         if len(collective.launched) == self.size:
             del group.collectives[call]
         return collective, pending
@@ -302,8 +294,7 @@ class SimulatedComm(Comm):
             collective.solved[place] = head, tail, last
             if self._world.network.one_stream:
                 self._group.ended[rank] = tail
-            cause = self._group.members[last]
-            collective.parts[rank].know(self._world.times, tail, cause, collective.launched[last])
+            collective.parts[rank].know(self._world.times, tail, last, collective.launched[last])
             ahead += (
                 [place + 1] if chain else [place | 1 << bit for bit in range(place.bit_length(), size.bit_length())]
             )
@@ -316,8 +307,8 @@ class SimulatedComm(Comm):
             return self._where(f"send_recv with ranks {', '.join(map(str, sorted({*dst, *src})))}")
 
         self._check_open(where)
-        self._world.check_step(self.worker, self.step)
-        pending = Pending(self.worker, len(dst) + len(src), list)
+        self._world.check_step(self.rank, self.step)
+        pending = Pending(self.rank, len(dst) + len(src), list)
         unmatched: list[tuple[int, Exchange]] = []
         for peer in dst:
             exchange = self._exchange(self.rank, peer, self._sent)
@@ -332,9 +323,8 @@ class SimulatedComm(Comm):
             self._match(peer, self.rank, exchange)
             received.append(exchange)
             unmatched.append((peer, exchange))
-        members = self._group.members
         pending.late = lambda: sorted(
-            {members[peer] for peer, each in unmatched if each.sent_at is None or each.expected_at is None}
+            {peer for peer, each in unmatched if each.sent_at is None or each.expected_at is None}
         )
 
         def finish() -> list[Tensor]:
@@ -356,7 +346,7 @@ class SimulatedComm(Comm):
         """Begin the transfer as soon as the sender knows that the receiver expects it."""
         if exchange.sent_at is None or exchange.expected_at is None:
             return
-        world, content, members = self._world, exchange.content, self._group.members
+        world, content = self._world, exchange.content
         sender, receiver = exchange.sender, exchange.receiver
         assert content is not None and sender is not None and receiver is not None, "both sides have come"
         sent_at, expected_at = exchange.sent_at, exchange.expected_at
@@ -364,10 +354,10 @@ class SimulatedComm(Comm):
 
         def transfer() -> None:
             left, arrived = self._wires.send(world.times.now, src, dst, content.nbytes)
-            if delay := world.draws.message_delay(members[src]):
+            if delay := world.draws.message_delay(src):
                 world.record.late_messages += 1
-            sender.know(world.times, left, members[dst], expected_at)
-            receiver.know(world.times, arrived + delay, members[src], sent_at)
+            sender.know(world.times, left, dst, expected_at)
+            receiver.know(world.times, arrived + delay, src, sent_at)
 
         world.times.at(begin, transfer)
 
@@ -384,7 +374,7 @@ class SimulatedComm(Comm):
         """Return a comm over connections of their own between the same workers."""
 
         def opened(_: list[None]) -> SimulatedGroup:
-            group = SimulatedGroup(self._group.fault, wires=self._wires, members=self._group.members)
+            group = SimulatedGroup(self._group.fault, wires=self._wires)
             self._world.groups.append(group)
             return group
 
@@ -392,41 +382,7 @@ class SimulatedComm(Comm):
         group = self._join("duplicate", None, opened, lambda times: wires.all_gather(times, _CONTROL_BYTES)).wait()
         return SimulatedComm(self._world, group, self.rank, timeout=self.timeout)
 
-    def among(self, ranks: Sequence[int]) -> SimulatedComm:
-        """Return a comm among some ranks of this one, in this order; every one of them asks for it.
-
-        Its connections take no time, and it has no mailboxes.
-
-        Raises:
-            MismatchError: this rank is none of them.
-
-        Example:
-            Two pairs, which share nothing but the clock.
-
-            >>> import torch
-            >>> from thinwire.planning import simulate
-            >>> def work(comm):
-            ...     pair = comm.among([0, 1] if comm.rank < 2 else [2, 3])
-            ...     return pair.all_reduce_(torch.tensor([comm.rank])).wait().item()
-            >>> simulate.run(4, work)
-            [1, 1, 5, 5]
-        """
-        if self.rank not in ranks:
-            raise MismatchError(f"{self._where('among')}: it is none of ranks {', '.join(map(str, ranks))}")
-        members = tuple(self._group.members[rank] for rank in ranks)
-        number = self._groups[members]
-        self._groups[members] += 1
-        if (members, number) not in self._group.parts:
-            group = SimulatedGroup(self._group.fault, wires=self._wires.among(ranks), members=members)
-            self._group.parts[members, number] = group
-            self._world.groups.append(group)
-        return SimulatedComm(
-            self._world, self._group.parts[members, number], ranks.index(self.rank), timeout=self.timeout
-        )
-
     def _open_mailbox(self, epoch: int, like: Tensor, capacity: int) -> Mailbox:
-        if self.size < self._world.size:
-            raise ConfigError(f"{self._where('open_mailbox')}: mailboxes are among all simulated workers")
         box = SimulatedMailbox(self, self._world, epoch, like, capacity)
         if self.size > 1:
             # A barrier, as with the exchange of addresses: no rank may send before all mailboxes are open.
@@ -439,12 +395,8 @@ class SimulatedComm(Comm):
         if (fault := self._group.fault) is not None:
             raise type(fault)(f"{where()}: {fault}")
 
-    def name(self, rank: int) -> str:
-        """Return a worker, by its number among all of them."""
-        return f"rank {self._group.members[rank]}"
-
     def _where(self, operation: str) -> str:
-        return f"rank {self.worker}, step {self.step}, {operation}"
+        return f"rank {self.rank}, step {self.step}, {operation}"
 
 
 def _first(xs: list[Tensor]) -> Tensor:

@@ -113,7 +113,7 @@ def simulate(
     if progress is not None:
         steps = world.record.steps
         world.times.before_event = lambda now: progress(now, len(steps))
-    group = SimulatedGroup(wires=world.wires, members=range(workers))
+    group = SimulatedGroup(wires=world.wires)
     world.groups.append(group)
     kind, run_here = (AlikeComm, 1) if alike else (SimulatedComm, workers)
     comms: list[SimulatedComm] = [kind(world, group, rank, timeout=timeout) for rank in range(run_here)]

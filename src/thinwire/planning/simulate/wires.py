@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from copy import copy
 from math import ceil, inf, log2
 
 import numpy as np
@@ -115,7 +114,7 @@ class Wires:
     """
 
     def __init__(self, network: Network, workers: int) -> None:
-        self._workers, self._ranks = workers, list(range(workers))
+        self._workers = workers
         rates, extra = [network.bits_per_second] * workers, [0.0] * workers
         for special in network.specials:
             for rank in special.ranks:
@@ -134,27 +133,16 @@ class Wires:
         self._network = network
         self._used: dict[tuple[int, int], float] = {}  # until when a connection sent, where it starts slowly
 
-    def among(self, ranks: Sequence[int]) -> Wires:
-        """The same interfaces and racks as a group of some ranks sees them, with ranks numbered within the group."""
-        part = copy(self)
-        part._workers, part._ranks = len(ranks), [self._ranks[rank] for rank in ranks]
-        part._rates, part._extra = [self._rates[rank] for rank in ranks], [self._extra[rank] for rank in ranks]
-        # The lanes themselves are shared, so that what one group sends waits for what another one does.
-        part._out, part._in = [self._out[rank] for rank in ranks], [self._in[rank] for rank in ranks]
-        part._rings = None
-        return part
-
     def busy_seconds(self, rank: int, now: float) -> float:
         """Return for how long a worker's interface has been busy until now, the mean of its two directions."""
         return (self._out[rank].busy_seconds(now) + self._in[rank].busy_seconds(now)) / 2
 
     def _pair(self, src: int, dst: int) -> Pair | None:
-        ends = self._ranks[src], self._ranks[dst]
-        return self._pairs.get((min(ends), max(ends))) if self._pairs else None
+        return self._pairs.get((min(src, dst), max(src, dst))) if self._pairs else None
 
     def _rack(self, rank: int) -> int:
         assert self._racks is not None, "only of networks with racks"
-        return self._ranks[rank] // self._racks.size
+        return rank // self._racks.size
 
     def latency(self, src: int, dst: int) -> float:
         """Seconds from one worker to another, without the transfer itself."""
@@ -178,10 +166,7 @@ class Wires:
 
     def _start_up(self, now: float, src: int, dst: int, nbytes: float) -> float:
         """Seconds that a connection loses, after a pause, until its window fills the link."""
-        if (
-            not self._network.slow_start
-            or now - self._used.get((self._ranks[src], self._ranks[dst]), -inf) < _IDLE_SECONDS
-        ):
+        if not self._network.slow_start or now - self._used.get((src, dst), -inf) < _IDLE_SECONDS:
             return 0.0
         rate, round_trip = self.rate(src, dst), 2 * self.latency(src, dst)
         rounds = ceil(log2(max(1.0, min(rate * round_trip, nbytes) / _FIRST_WINDOW)))
@@ -194,7 +179,7 @@ class Wires:
                 yield self._uplinks[uplink], self._rack_rate
         pair = self._pair(src, dst)
         if pair is not None and pair.bits_per_second < inf:
-            yield self._links[self._ranks[src], self._ranks[dst]], pair.bits_per_second * PAYLOAD_SHARE / 8
+            yield self._links[src, dst], pair.bits_per_second * PAYLOAD_SHARE / 8
 
     def send(self, now: float, src: int, dst: int, nbytes: float) -> tuple[float, float]:
         """Book a message.
@@ -207,7 +192,7 @@ class Wires:
         if self._network.slow_start and latency:
             lost = self._start_up(now, src, dst, nbytes)
             now += lost
-            self._used[self._ranks[src], self._ranks[dst]] = now + seconds
+            self._used[src, dst] = now + seconds
         begin, left = self._out[src].book(now, now, seconds)
         head, tail = begin + latency, left + latency
         for lane, rate in self._between(src, dst):
@@ -275,13 +260,11 @@ class Wires:
             for uplink, seconds in (("up", there), ("down", back)):
                 self._uplinks[uplink, self._rack(ranks[0])].book(max(launched), begin, seconds)
             taken[ranks] = np.maximum(taken[ranks], max(there, back))
-        places = {rank: place for place, rank in enumerate(self._ranks)}
         for pair in self._pairs.values():
-            if all(rank in places for rank in pair.between):
-                a, b = (places[rank] for rank in pair.between)
-                seconds = max(nbytes[a, b], nbytes[b, a]) * 8 / (pair.bits_per_second * PAYLOAD_SHARE)
-                taken[[a, b]] = np.maximum(taken[[a, b]], seconds)
-                latency = max(latency, self.latency(a, b))
+            a, b = pair.between
+            seconds = max(nbytes[a, b], nbytes[b, a]) * 8 / (pair.bits_per_second * PAYLOAD_SHARE)
+            taken[[a, b]] = np.maximum(taken[[a, b]], seconds)
+            latency = max(latency, self.latency(a, b))
         self._occupy(sent, received, max(launched), begin)
         return (begin + (2 if self._is_gloo else 1) * latency + taken).tolist()
 
@@ -303,7 +286,7 @@ class Wires:
         occupied = nbytes / rates
         ready, uplinks = self._ready(launched), self._ring_uplinks()
         for lane, rank in uplinks:
-            # Rings of other groups may go through the same uplink.
+            # Another ring may go through the same uplink.
             ready[rank] = max(ready[rank], lane.free_from)
         ready = self._start_of_ring(ready, nbytes)
         if self._workers <= _MOST_RANKS_OF_A_RING:

@@ -72,15 +72,13 @@ class Pending:
 
 @dataclass
 class Connections:
-    """One group of connections between all ranks, or some: a failed call closes it, as `GroupComm` does.
+    """One group of connections between all ranks: a failed call closes it, as `GroupComm` does.
 
     Attributes:
-        members: its ranks, by their numbers among all workers.
         fault: why it is closed.
         waiting: what threads wait for on it.
     """
 
-    members: Sequence[int] = field(kw_only=True)
     fault: CommError | None = None
     waiting: dict[Actor, Pending] = field(default_factory=dict[Actor, Pending])
 
@@ -200,9 +198,6 @@ class World:
 
     def _close_groups(self, loss: Loss) -> None:
         for group in self.groups:
-            # Groups without the lost rank have no connection to it.
-            if loss.rank not in group.members:
-                continue
             if group.fault is None:
                 group.fault = PeerLostError(f"rank {loss.rank} is lost ({loss.reason})")
             self._wake_all(group)
