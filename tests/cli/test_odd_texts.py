@@ -117,7 +117,7 @@ SETTINGS = [
 ]
 SWEPT = [
     *("task", "trials", "steps", "lr", "momentum", "weight-decay", "beta1", "beta2", "eps", "optimizer", "batch-size"),
-    *("model-size", "schedule", "sampler", "halving", "keep", "population", "share", "change", "together", "seed"),
+    *("model-size", "schedule", "sampler", "halving", "keep", "together", "seed"),
     *("eval-limit", "threads", "data"),
 ]
 SELECTED = ["fraction", "budget", "cover", "labels", "method", "neighbours", "parts", "seed"]

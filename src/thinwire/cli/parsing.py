@@ -48,7 +48,7 @@ _GROUPS = {
     "simulate compute-time step-seconds timeout device threads",
     "Optimizer": "optimizer lr momentum weight-decay warmup-steps schedule nonfinite beta1 beta2 eps alpha rho "
     "lr-decay rank lora-alpha lora-dropout adapter-seed",
-    "Length": "steps seconds target-loss trials rounds halving population",
+    "Length": "steps seconds target-loss trials rounds halving",
     "Output": "out json markdown trace open tensorboard eval-every eval-limit save-every keep resume "
     "overwrite config export",
 }

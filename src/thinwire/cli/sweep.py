@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from thinwire.arrays.sweep.plan import Plan
     from thinwire.arrays.sweep.space import Domain, Hyperparameters, Space
     from thinwire.arrays.sweep.sweeping import Progress
-    from thinwire.arrays.sweep.trials import Population
     from thinwire.lab.tasks import Task
 
 _HYPERPARAMETERS = (
@@ -82,9 +81,6 @@ class Sweep:
         sampler: random, or optuna, which learns from finished trials and proposes a quarter of them at a time.
         halving: stop trials early: steps before the first rung; at each rung the best continue.
         keep: with halving, one of so many trials continues.
-        population: steps between selections, at which the worst members of an array become copies of the best.
-        share: with a population, fraction of its members that is replaced.
-        change: with a population, relative change of a copy's searched hyperparameters.
         together: most trials in one array, and most that are proposed at a time; as many as fit unless given.
         check: train the trials one after another too, and compare losses and time.
         seed: seed of the draws, the initial parameters and the order of data.
@@ -126,9 +122,6 @@ class Sweep:
     sampler: Literal["random", "optuna"] = "random"
     halving: int | None = None
     keep: int = 3
-    population: int | None = None
-    share: float = 0.25
-    change: float = 0.2
     together: int | None = None
     check: bool = False
     seed: int = 0
@@ -170,7 +163,7 @@ class Sweep:
         keep_memory()
         check_counts(self.trials, self.together)
         space = self._space()
-        plan = self._plan(space, folder)
+        plan = self._plan(folder)
         # Every check comes before the folder is made: a mistyped option leaves nothing behind.
         plan.check(space)
         sampler = sampler_of(self.sampler, space, seed=self.seed)
@@ -257,7 +250,7 @@ class Sweep:
         names = [] if self.targets is None else [name.strip() for name in self.targets.split(",")]
         return Adapting(tuple(filter(None, names)), folder / "adapters")
 
-    def _plan(self, space: Space, folder: Path) -> Plan:
+    def _plan(self, folder: Path) -> Plan:
         import torch
 
         from thinwire.arrays.sweep.plan import Plan
@@ -276,7 +269,6 @@ class Sweep:
             self.schedule,
             None if self.halving is None else Halving(self.halving, self.keep),
             self.eval_limit,
-            self._population(space),
             self._adapting(folder),
         )
 
@@ -305,29 +297,6 @@ class Sweep:
             )
         given = {"task": self.task, "batch_size": self.batch_size, "model": self.model_size, "seed": self.seed}
         return complete_own({**given, "own_model": self.own_model, "data": self.data, "own_loss": self.own_loss})
-
-    def _population(self, space: Space) -> Population | None:
-        """Return the population of these options; it perturbs every hyperparameter that is searched as a range."""
-        from thinwire.arrays.sweep.space import Range
-        from thinwire.arrays.sweep.trials import FUSIBLE, Population
-
-        for name in ("share", "change") if self.population is None else ():
-            if getattr(self, name) != getattr(Sweep, name):
-                raise ConfigError(f"--{name} {getattr(self, name)}: belongs to --population STEPS. Add it")
-        if self.population is None:
-            return None
-        if self.sampler == "optuna":
-            raise ConfigError("--sampler optuna with --population: members change what it proposes. Use random")
-        if self.check:
-            raise ConfigError("--check with --population: members copy each other. Leave it out")
-        if 1 in (self.trials, self.together):
-            raise ConfigError("--population with one trial in an array: there is no other member to copy. Use 2")
-        if self.population >= self.steps:
-            raise ConfigError(
-                f"--population {self.population}: no selection within {self.steps} steps. Use a tenth of them"
-            )
-        ranges = [name for name, domain in space.domains.items() if isinstance(domain, Range) and name in FUSIBLE]
-        return Population(self.population, self.share, self.change, tuple(ranges) or ("lr",))
 
     def _space(self) -> Space:
         from thinwire.arrays.sweep.space import Space, parse_domain

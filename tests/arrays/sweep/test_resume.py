@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shlex
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.grids import fast_where
 from thinwire.arrays.fusion import autotune
@@ -24,6 +26,7 @@ from thinwire.arrays.sweep.sweeping import Progress, sweep
 from thinwire.arrays.sweep.training import TrialArray
 from thinwire.arrays.sweep.trials import Halving, Outcome
 from thinwire.cli import main
+from thinwire.core.storage import rank_file
 from thinwire.errors import CheckpointError
 
 pytest.importorskip("sklearn")
@@ -37,11 +40,15 @@ def no_kernel_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(autotune.DETERMINISTIC, "1")
 
 
-@pytest.fixture(scope="module")
-def plan() -> Plan:
+def planned() -> Plan:
     from thinwire.lab.tasks import load
 
     return Plan(load("digits"), steps=9, eval_limit=64, schedule="cosine", halving=Halving(first=2, keep=2))
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return planned()
 
 
 class Interrupted(Exception):
@@ -87,13 +94,69 @@ def test_a_sweep_that_was_interrupted_ends_as_one_that_was_not(
     assert len(every) <= steps + 3 + len(rest) <= len(every) + 2
 
 
+def killed(plan: Plan, folder: Path, moment: str, times: int, resume: bool) -> None:
+    """A sweep that ends by SIGKILL at the n-th of such moments: no `finally` runs, and nothing is flushed."""
+    left = [times]
+
+    def dying(real: Any) -> Any:
+        def call(*args: Any) -> Any:
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args)
+
+        return call
+
+    owner, name = {
+        "trials stopped, nothing written": (TrialArray, "select"),
+        "tensors written, their names not": (rank_file, "write_temporary"),
+        "written aside, not in place": (rank_file.RankFile, "commit"),
+        "in place, the old not removed": (rank_file.RankFile, "remove_stale"),
+    }[moment]
+    setattr(owner, name, dying(getattr(owner, name)))
+    sweep(plan, made("random"), 7, together=4, journal=Journal(folder, {"seed": 1}, resume=resume, every_seconds=0))
+
+
+KILLS = [
+    ("trials stopped, nothing written", 2),
+    ("tensors written, their names not", 4),
+    ("written aside, not in place", 3),
+    ("in place, the old not removed", 5),
+]
+
+
+def killed_again_and_again(folder: Path) -> None:
+    """Each time in a process of its own, a fork of this one: all is loaded once, and nothing has computed yet."""
+    os.environ[autotune.DETERMINISTIC] = "1"
+    torch.set_num_threads(1)
+    plan = planned()
+    for place, (moment, times) in enumerate(KILLS):
+        process = os.fork()
+        if not process:
+            killed(plan, folder, moment, times, place > 0)
+            os._exit(1)
+        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        assert status == -signal.SIGKILL, (moment, status)
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_killed_again_and_again_ends_as_one_that_ran_through(plan: Plan, tmp_path: Path) -> None:
+    # The server that `tests.pool` has torch loaded in, where it was started first.
+    process = multiprocessing.get_context("forkserver").Process(target=killed_again_and_again, args=(tmp_path,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    process.close()
+    journal = Journal(tmp_path, {"seed": 1}, resume=True)
+    assert sweep(plan, made("random"), 7, together=4, journal=journal) == sweep(plan, made("random"), 7, together=4)
+
+
 def test_a_resumed_array_has_its_parameters_momenta_rates_and_data(plan: Plan) -> None:
     trials = RandomSampler(Space({"lr": Range(1e-3, 1e-1)}), seed=0).ask(3)
     run = TrialArray(plan, trials)
     for _ in range(4):
         run.advance()
     run.select([2, 0])
-    run.rates[1] *= 2
     other = TrialArray.from_state_dict(plan, run.state_dict())
     assert other.trials == run.trials == [trials[2], trials[0]]
     for _ in range(3):

@@ -18,7 +18,7 @@ from thinwire.errors import CheckpointError
 
 Fields = dict[str, Any]
 # The version of the layout of the file; a sweep can only be resumed from its own version.
-_FORMAT = 3
+_FORMAT = 4
 # The numbers and hyperparameters of an array's trials, as the sampler proposed them.
 Proposed = list[list[Any]]
 

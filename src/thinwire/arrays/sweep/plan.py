@@ -11,7 +11,7 @@ from thinwire.arrays.sweep.adapting import ADAPTED, Adapting
 from thinwire.arrays.sweep.optimizers import OPTIMIZERS
 from thinwire.arrays.sweep.setting import Setting
 from thinwire.arrays.sweep.space import Choices, Hyperparameters, Range, Space, Value
-from thinwire.arrays.sweep.trials import Halving, Population
+from thinwire.arrays.sweep.trials import Halving
 from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
 from thinwire.lab.tasks.base import Task
@@ -28,11 +28,10 @@ class Plan:
         schedule: learning rate schedule: "constant", or "cosine" down to a tenth.
         halving: when trials are stopped early; None never stops one.
         eval_limit: number of held-out examples; None takes all.
-        population: when members become copies of better ones; None trains every trial independently.
         adapting: trains adapters of the task's model; None trains whole models.
 
     Raises:
-        ConfigError: fewer than one step or held-out example, a negative seed, or both halving and a population.
+        ConfigError: fewer than one step or held-out example, or a negative seed.
     """
 
     task: Task
@@ -41,7 +40,6 @@ class Plan:
     schedule: Literal["constant", "cosine"] = "constant"
     halving: Halving | None = None
     eval_limit: int | None = None
-    population: Population | None = None
     adapting: Adapting | None = None
 
     def __post_init__(self) -> None:
@@ -51,10 +49,6 @@ class Plan:
             seed=(f"0..{2**32 - 1}", "0 is usual"),
             eval_limit=("1..", "None takes all held-out examples"),
         )
-        if self.halving is not None and self.population is not None:
-            raise ConfigError(
-                f"halving={self.halving} with a population: members are replaced, not stopped. Use one of the two"
-            )
 
     def setting(self, hyperparameters: Hyperparameters) -> Setting:
         """Return all hyperparameters of a trial: the given ones, and the task's defaults for the others.

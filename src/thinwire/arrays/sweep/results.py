@@ -132,8 +132,6 @@ class Results:
         optimizer = self.plan.setting(best).optimizer
         if optimizer not in get_args(OptimizerName):
             return f"thinwire train has no optimizer {optimizer}"
-        if self.best[0].copies:
-            return "the best trial changed its hyperparameters on the way"
         others = [name for name in best if name not in _TRAINED]
         return f"thinwire train has no --{others[0].replace('_', '-')}" if others else ""
 
@@ -193,15 +191,10 @@ def rows_of(space: Space, best: Sequence[Outcome]) -> list[list[str]]:
             *(short(each.trial.hyperparameters[name]) for name in space.domains),
             f"{each.loss:.4f}",
             f"{each.metric:.4f}",
-            f"{each.steps}{', stopped' if each.stopped else ''}{_lineage(each)}",
+            f"{each.steps}{', stopped' if each.stopped else ''}",
         ]
         for each in best
     ]
-
-
-def _lineage(outcome: Outcome) -> str:
-    copies = [f"of {copy.source} at {copy.step}" for copy in outcome.copies]
-    return f", copy {', '.join(copies)}" if copies else ""
 
 
 def short(value: object) -> str:

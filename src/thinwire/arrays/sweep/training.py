@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from thinwire.arrays.fusion.array import FusedArray, fuse
 from thinwire.arrays.fusion.checkpoints import restore, state_of
 from thinwire.arrays.sweep.optimizers import fused_optimizer, torch_optimizer
 from thinwire.arrays.sweep.plan import Plan
-from thinwire.arrays.sweep.trials import Copy, Outcome, Population, Trial, rng_for
+from thinwire.arrays.sweep.trials import Outcome, Trial
 from thinwire.errors import ConfigError
 
 
@@ -27,19 +26,16 @@ class TrialArray:
         trials: at least one.
 
     Attributes:
-        trials: the trials by slot, with their present hyperparameters.
-        copies: the copies of each trial, as in its `Outcome`.
+        trials: the trials by slot.
         losses: the loss of each trial's last batch, [B]; NaN before the first.
 
     Raises:
-        ConfigError: trials differ in a hyperparameter that cannot be fused, or the optimizer has none of the
-            hyperparameters that the population perturbs.
+        ConfigError: trials differ in a hyperparameter that cannot be fused.
     """
 
     def __init__(self, plan: Plan, trials: Sequence[Trial]) -> None:
         self.plan = plan
         self.trials = list(trials)
-        self.copies: list[tuple[Copy, ...]] = [()] * len(trials)
         settings = [plan.setting(trial.hyperparameters) for trial in trials]
         fixed = {(each.optimizer, each.batch_size, each.model_size) for each in settings}
         if len(fixed) != 1:
@@ -53,22 +49,10 @@ class TrialArray:
             fuse([model] * len(trials)) if plan.adapting is None else plan.adapting.array(model, settings)
         )
         self.optimizer = fused_optimizer(self.array, settings)
-        if plan.population is not None:
-            self._perturbed_by(plan.population)  # raises early, not at the first selection
-        # In fp64, so that perturbed and scheduled rates round as Python's floats do in `train_alone`.
+        # In fp64, so that scheduled rates round as Python's floats do in `train_alone`.
         self.rates = torch.tensor([each.lr for each in settings], dtype=torch.float64, device="cpu")
         self.losses = torch.full((len(trials),), torch.nan, dtype=torch.float32, device="cpu")
         self.step = 0
-
-    def _perturbed_by(self, population: Population) -> list[str]:
-        """Return the hyperparameters that a population perturbs and that this optimizer has."""
-        names, known = population.perturbed, self.optimizer.param_groups[0]
-        found = [name for name in names if name in known]
-        if not found:
-            raise ConfigError(
-                f"perturbed={names}: {type(self.optimizer).__name__} has none of them; lr is one that it has"
-            )
-        return found
 
     def advance(self) -> Tensor:
         """Train every trial for one step; returns their losses, [B], without waiting for the device."""
@@ -94,11 +78,7 @@ class TrialArray:
         """Return the whole state, as tensors and JSON values."""
         return {
             "trials": [[trial.number, dict(trial.hyperparameters)] for trial in self.trials],
-            "copies": [
-                [[each.step, each.source, dict(each.hyperparameters)] for each in copies] for copies in self.copies
-            ],
             "step": self.step,
-            "rates": self.rates.clone(),
             "array": state_of(self.array, optimizer=self.optimizer),
         }
 
@@ -115,38 +95,14 @@ class TrialArray:
         """
         run = cls(plan, [Trial(number, hyperparameters) for number, hyperparameters in state["trials"]])
         restore(state["array"], run.array, optimizer=run.optimizer)
-        run.copies = [tuple(Copy(*each) for each in copies) for copies in state["copies"]]
-        run.rates.copy_(state["rates"])
         run.step = state["step"]
         return run
 
     def select(self, slots: Sequence[int]) -> None:
-        """Continue with the trials in these slots, in this order; a slot may be named several times."""
+        """Continue with the trials in these slots, in this order."""
         self.optimizer.select(self.array.select(slots))
         self.rates, self.losses = self.rates[list(slots)], self.losses[list(slots)]
         self.trials = [self.trials[slot] for slot in slots]
-        self.copies = [self.copies[slot] for slot in slots]
-
-    def exploit_and_explore(self, population: Population) -> list[int]:
-        """Evaluate members, copy the best over the worst and perturb the copies; returns the source of each slot."""
-        before, copies, names = self.trials, self.copies, self._perturbed_by(population)
-        rng = rng_for(self.plan.seed, min(trial.number for trial in before), self.step)
-        sources = population.sources(self.outcomes(), rng)
-        self.select(sources)
-        self.copies = copies  # a replaced member keeps its own number and history
-        for slot, source in enumerate(sources):
-            if source != slot:
-                changed = {name: self._perturb(name, slot, population, rng) for name in names}
-                hyperparameters = {**before[source].hyperparameters, **changed}
-                self.trials[slot] = Trial(before[slot].number, hyperparameters)
-                copies[slot] += (Copy(self.step, before[source].number, hyperparameters),)
-        return sources
-
-    def _perturb(self, name: str, slot: int, population: Population, rng: np.random.Generator) -> float:
-        # The optimizer's own learning rates are scheduled; `rates` are the peaks.
-        values = self.rates if name == "lr" else self.optimizer.param_groups[0][name]
-        values[slot] = population.perturb(name, float(values[slot]), rng)
-        return float(values[slot])
 
     def save_adapters(self) -> None:
         """Save each trial's adapter where the plan says so."""
@@ -175,7 +131,6 @@ class TrialArray:
                 metric=task.measure.of(float(loss[slot]), float(hits[slot]), total),
                 steps=self.step,
                 stopped=stopped,
-                copies=self.copies[slot],
             )
             for slot, trial in enumerate(self.trials)
         ]
@@ -193,7 +148,7 @@ def train_together(
     begun: tuple[TrialArray, list[Outcome]] | None = None,
     save: StepCallback | None = None,
 ) -> list[Outcome]:
-    """Train trials as one array, with the plan's early stopping or population.
+    """Train trials as one array, with the plan's early stopping.
 
     Args:
         plan: what all trials have in common.
@@ -214,8 +169,6 @@ def train_together(
             promoted = {each.trial.number for each in plan.halving.promoted(outcomes)}
             ended += [each for each in outcomes if each.trial.number not in promoted]
             run.select([slot for slot, trial in enumerate(run.trials) if trial.number in promoted])
-        if plan.population is not None and run.step % plan.population.every == 0 and run.step < plan.steps:
-            run.exploit_and_explore(plan.population)
         # Saved first: where the callback interrupts the sweep, the step is on disk.
         if save is not None and run.step < plan.steps:
             save(run, ended)
