@@ -26,10 +26,8 @@ from thinwire.cli import select as command
 from thinwire.coreset import Coreset, EuclideanDistances, select
 from thinwire.coreset.baselines import k_center
 from thinwire.coreset.matrices import read_matrix
-from thinwire.coreset.projection import projected
 from thinwire.coreset.quality import quality, random_subset
 from thinwire.coreset.subset import stratify
-from thinwire.lab.report.coreset import coreset_picture
 
 # -- files -------------------------------------------------------------------------------------------------------------
 
@@ -290,14 +288,6 @@ def test_the_gradient_error_is_that_of_eight_random_linear_models(classes: int |
     assert measured == pytest.approx(float(np.mean(errors)), rel=1e-3)
 
 
-def test_a_projection_shows_the_two_widest_directions() -> None:
-    x = torch.randn(200, 5, generator=torch.Generator().manual_seed(0)) * torch.tensor([9.0, 0.1, 4.0, 0.1, 0.1])
-    shown = projected(x, torch.tensor([3, 7]))
-    assert shown.share > 0.99 and shown.chosen.shape == (2, 2) and shown.others.shape == (200, 2)
-    assert shown.chosen[:, 0].abs().tolist() == pytest.approx((x[[3, 7], 0] - x[:, 0].mean()).abs().tolist(), abs=0.5)
-    assert projected(x[:, :1], torch.tensor([0])).others[:, 1].abs().max() == 0
-
-
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -321,9 +311,8 @@ def files(folder: Path) -> dict[str, list[str]]:
 
 
 def test_the_command_writes_what_select_gives_for_every_kind_of_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("thinwire.cli.select._report", lambda *_: None)  # drawn in the next test
     whole = select(points(60), fraction=0.2, labels=torch.arange(60) % 3)
     for name, options in files(tmp_path).items():
         folder = tmp_path / f"out-{name}"
@@ -340,15 +329,13 @@ def test_the_command_writes_what_select_gives_for_every_kind_of_file(
         assert json.loads((folder / "summary.json").read_text())["per_class"] is True
 
 
-def test_the_command_shows_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files(tmp_path)
     (tmp_path / "x.npy").rename(tmp_path / "x[train].npy")
     assert main(["select", "--data", str(tmp_path / "x[train].npy"), "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     assert "6 of 60 points of x[train].npy" in printed and "relative gradient error" in printed and "random" in printed
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert "<svg" in page and "6 of 60 points" in page and "http" not in page.replace("http://www.w3.org", "")
-    assert (tmp_path / "out" / "plots" / "coreset.png").stat().st_size > 10_000
+    assert printed.splitlines()[-1] == str(tmp_path / "out")
 
 
 def test_weights_of_more_than_a_million_points_keep_their_digits(tmp_path: Path) -> None:
@@ -361,10 +348,6 @@ def test_weights_of_more_than_a_million_points_keep_their_digits(tmp_path: Path)
     assert (tmp_path / "coreset.csv").read_text() == "index,weight,gain\n0,1234567,1.0\n7,765433,1.0\n"
     rows = command._rows({**summary, "coreset": figures, "random": figures})
     assert ("weights", "765,433 to 1,234,567", "equal") in rows
-    few, plane = np.zeros((4000, 2)), found.indices[:, None].expand(2, 2).numpy()
-    picture = coreset_picture(few, plane, found.weights.numpy(), 0.9)
-    assert picture.caption.startswith("4,000 random ones of all 2,000,000 points, grey")
-    assert "weigh from 765,433 to 1,234,567" in picture.description
 
 
 @pytest.mark.parametrize(
@@ -424,28 +407,23 @@ def test_results_of_something_else_are_not_replaced(
     monkeypatch.chdir(tmp_path)
     files(tmp_path)
     Path("run").mkdir()
-    for written in (name, "summary.json", "report.html"):
+    for written in (name, "summary.json"):
         Path("run", written).write_text("theirs")
     assert main(["select", "--data", "x.npy", "--out", "run"]) == 2
     assert f"--out run: holds other results ({name})" in " ".join(capsys.readouterr().err.split())
-    assert Path("run", "summary.json").read_text() == Path("run", "report.html").read_text() == "theirs"
+    assert Path("run", "summary.json").read_text() == "theirs"
     # Before anything is read or selected.
     assert main(["select", "--data", "absent.npy", "--out", "x.npy"]) == 2
     assert "--out x.npy: is a file" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_the_page_of_a_coreset_is_not_replaced_by_that_of_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_is_not_of_a_coreset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files(tmp_path)
     folder = str(tmp_path / "out")
     assert main(["select", "--data", str(tmp_path / "x.npy"), "--out", folder]) == 0
-    page = (tmp_path / "out" / "report.html").read_text()
     capsys.readouterr()
     assert main(["report", folder]) == 2
     assert "its summary.json is that of no training run" in " ".join(capsys.readouterr().err.split())
-    assert (tmp_path / "out" / "report.html").read_text() == page
     # A selection of the same folder may be made again.
     assert main(["select", "--data", str(tmp_path / "x.npy"), "--out", folder]) == 0
 

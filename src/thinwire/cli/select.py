@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from thinwire.cli.console import err, out, print_json
+from thinwire.cli.console import out, print_json
 from thinwire.cli.progress import Bar
 from thinwire.core import units
 from thinwire.core.storage.files import write_atomically
@@ -37,7 +37,7 @@ class Select:
     Prints how far all points are from the chosen ones, how wrong the weighted gradient is and, where there are labels,
     how near to the optimum training on the chosen points alone can come, compared with random subsets of the same size:
     so it says beforehand whether random points are as good. Writes coreset.npz and coreset.csv (index, weight, gain; in
-    greedy order), summary.json, and report.html with a picture.
+    greedy order) and summary.json.
 
     Args:
         data: the feature matrix, one row per point: .npy, .npz, .parquet, .libsvm, .svm or .svmlight.
@@ -105,11 +105,11 @@ class Select:
         summary = self._summary(rows, classes, chosen, seconds)
         folder = self.out or Path("runs") / f"select-{self.data.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
         _write(folder, chosen, summary)
-        report = _report(folder, rows, chosen, summary)
         if self.json:
             print_json(summary | {"folder": folder})
         else:
-            _show(summary, report)
+            _show(summary)
+            out.print(str(folder))
         return 0
 
     def _summary(self, rows: Tensor, labels: Tensor | None, chosen: Coreset, seconds: float) -> Fields:
@@ -141,7 +141,7 @@ class Select:
 
 
 def _check_out(folder: Path) -> None:
-    """Refuse, before anything is selected, a file, and a folder whose summary and page are those of something else.
+    """Refuse, before anything is selected, a file, and a folder whose summary is that of something else.
 
     Raises:
         ConfigError: with the folder and the fix.
@@ -151,7 +151,7 @@ def _check_out(folder: Path) -> None:
     found = next((name for name in _OF_OTHERS if (folder / name).exists()), None)
     if found is not None:
         raise ConfigError(
-            f"--out {folder}: holds other results ({found}), whose summary and report would be lost. Use another --out"
+            f"--out {folder}: holds other results ({found}), whose summary would be lost. Use another --out"
         )
 
 
@@ -176,19 +176,6 @@ def _write(folder: Path, chosen: Coreset, summary: Fields) -> None:
         write_atomically(folder / "summary.json", json_text.dumps(summary, indent=2).encode())
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written to ({error.strerror}). Use another --out") from None
-
-
-def _report(folder: Path, rows: Tensor, chosen: Coreset, summary: Fields) -> Path | None:
-    """Write the page with the picture and return its path; None where matplotlib is missing."""
-    from thinwire.coreset.projection import projected
-
-    try:
-        from thinwire.lab.report.coreset import write_coreset
-    except ModuleNotFoundError:
-        return None
-    shown = projected(rows, chosen.indices)
-    picture = (shown.others.numpy(), shown.chosen.numpy(), chosen.weights.numpy(), shown.share)
-    return write_coreset(folder, *picture, title=_title(summary), rows=_rows(summary))
 
 
 def _title(summary: Fields) -> str:
@@ -241,7 +228,7 @@ def _advice(summary: Fields) -> str:
     )
 
 
-def _show(summary: Fields, report: Path | None) -> None:
+def _show(summary: Fields) -> None:
     from rich.table import Table
 
     table = Table("", "coreset", f"random, mean of {summary['random_draws']}", title=_title(summary))
@@ -250,7 +237,3 @@ def _show(summary: Fields, report: Path | None) -> None:
         table.add_row(*row)
     out.print(table)
     out.print(_advice(summary))
-    if report is None:
-        err.print("no picture: it needs matplotlib; pip install 'thinwire[report]'")
-    else:
-        out.print(str(report))

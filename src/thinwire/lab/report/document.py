@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTML pages without scripts or links to other files, from the templates beside this file."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from thinwire.core import units
-from thinwire.lab.report.files import write_text
 from thinwire.lab.report.palette import TONES
-from thinwire.lab.report.picture import Picture
 
 _HERE = Path(__file__).parent
 _PAGE_LIGHT = {"--page": "#f6f7f9", "--line": "#e2e6ec", "--link": "#0a5fa8", "--best": "#1a8f63"}
@@ -38,26 +35,6 @@ def render(template: str, title: str, command: str, **values: Any) -> str:
     style = (_HERE / "style.css").read_text(encoding="utf-8")
     page = _TEMPLATES.get_template(template)
     return page.render(title=title, command=command, light=light, dark=dark, style=style, **values) + "\n"
-
-
-def write_table(
-    folder: Path,
-    picture: Picture,
-    heading: str,
-    headings: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    title: str,
-    command: str,
-) -> Path:
-    """Write `report.html` with a picture and a table, and the picture into `plots`; return the page's path.
-
-    Raises:
-        ConfigError: the folder cannot be written to.
-    """
-    picture.png(folder / "plots")
-    values = {"picture": picture, "narrow": {}, "heading": heading, "headings": headings, "rows": rows}
-    return write_text(folder / "report.html", render("table.html", title, command, **values))
 
 
 def _declared(values: dict[str, str]) -> str:

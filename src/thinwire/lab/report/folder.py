@@ -142,8 +142,8 @@ def read_run(folder: Path) -> Run:
     notes = [*metric_notes, *timeline_notes]
     if config is None and metrics is None and not text(summary or {}, "strategy"):
         raise ConfigError(
-            f"{folder}: its summary.json is that of no training run; `thinwire select` and `thinwire sweep` write a "
-            f"report.html of their own. {_FIX}"
+            f"{folder}: its summary.json is that of no training run; `thinwire sweep` writes a report.html of its "
+            f"own. {_FIX}"
         )
     if config is None:
         notes.append("config.json is missing, so how the run was set up is not known.")

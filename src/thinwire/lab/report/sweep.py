@@ -7,7 +7,8 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from thinwire.lab.report.document import write_table
+from thinwire.lab.report.document import render
+from thinwire.lab.report.files import write_text
 from thinwire.lab.report.palette import OTHER, looks
 from thinwire.lab.report.picture import Picture, canvas, plain
 
@@ -42,7 +43,9 @@ def write_sweep(
         ConfigError: the folder cannot be written to.
     """
     picture = sweep_picture(hyperparameters, losses, stopped, logarithmic)
-    return write_table(folder, picture, "Trials, best first", headings, rows, title=title, command="thinwire sweep")
+    picture.png(folder / "plots")
+    values = {"picture": picture, "narrow": {}, "heading": "Trials, best first", "headings": headings, "rows": rows}
+    return write_text(folder / "report.html", render("table.html", title, "thinwire sweep", **values))
 
 
 def sweep_picture(
