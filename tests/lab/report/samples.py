@@ -78,7 +78,6 @@ def write_run(folder: Path, sample: Sample = SAMPLES[0], *, steps: int = 300, wo
             metrics.append(_evaluation_line(step + 1, clock, payload, sample))
     _lines(folder / "metrics.jsonl", metrics)
     _lines(folder / "timeline.jsonl", [span for span in spans if span["step"] < 120])
-    _write(folder / "links.json", _links(workers, payload, bits_per_second))
     _write(folder / "config.json", _config(sample, steps, workers))
     _write(folder / "summary.json", _summary(sample, metrics, steps, workers))
     return folder
@@ -126,19 +125,6 @@ def _step_spans(step, clock, times, transfer, exposed):
             spans.append({"rank": rank, "kind": "communication", "name": "bucket 0", "start": half - 0.002, "end": end})
             spans.append({"rank": rank, "kind": "wait", "name": "mean", "start": done, "end": end})
     return [{**span, "step": step} for span in spans]
-
-
-def _links(workers, payload, bits_per_second):
-    return [
-        {
-            "rank": rank,
-            "sent_bytes": round(payload * (1.031 + 0.002 * rank)),
-            "received_bytes": round(payload * (1.034 - 0.002 * rank)),
-            "payload_sent_bytes": round(payload),
-            "bits_per_second": bits_per_second,
-        }
-        for rank in range(workers)
-    ]
 
 
 def _config(sample, steps, workers):

@@ -23,7 +23,7 @@ from thinwire.lab.report.table import columns, written
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 THREE = (SAMPLES[0], SAMPLES[2], SAMPLES[3])
-SECTIONS = ["summary", "trade", "loss", "time", "timeline", "links", "details"]
+SECTIONS = ["summary", "trade", "loss", "time", "timeline", "details"]
 
 
 class Page(HTMLParser):
@@ -131,7 +131,7 @@ def test_names_within_the_page_are_unique_and_every_reference_has_its_name(text,
 def test_every_drawing_is_described_and_captioned(page):
     drawings = [attributes for tag, attributes in page.tags if tag == "svg"]
     # Each is there twice: for wide screens and for narrow ones.
-    assert len(drawings) == 2 * (6 + len(THREE))
+    assert len(drawings) == 2 * (5 + len(THREE))
     assert all(drawing["role"] == "img" and len(drawing["aria-label"]) > 40 for drawing in drawings)
     assert 2 * sum(tag == "figcaption" for tag, _ in page.tags) == len(drawings)
 
@@ -167,7 +167,6 @@ def test_the_best_of_each_column_is_marked_in_words_too(page):
 def test_plots_are_images_of_a_good_size(comparison):
     plots = sorted((comparison / "plots").glob("*.png"))
     assert [plot.stem for plot in plots] == [
-        "links",
         "loss-bytes",
         "loss-seconds",
         "loss-steps",
@@ -218,7 +217,7 @@ def test_each_colour_of_the_palette_is_used_once():
 def test_a_table_row_and_its_drawings_share_one_colour(text):
     colour = looks([sample.strategy for sample in THREE])[1].tone.variable
     assert f"--own: var({colour})" in text
-    for name in ("loss-seconds", "time-per-step", "links", "timeline-2"):
+    for name in ("loss-seconds", "time-per-step", "timeline-2"):
         drawing = next(d for d in re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL) if f'id="{name}-' in d)
         assert f"var({colour})" in drawing
 
@@ -230,25 +229,21 @@ def test_links_of_a_simulated_network_are_not_called_unlimited(run_folder, simul
     for name in ("config.json", "summary.json"):
         facts = json.loads((run_folder / name).read_text())
         (run_folder / name).write_text(json.dumps({**facts, "link": None, "simulated": simulated}))
-    links = [{**each, "bits_per_second": None} for each in json.loads((run_folder / "links.json").read_text())]
-    (run_folder / "links.json").write_text(json.dumps(links))
     without_curves(run_folder)
     text = write_report(run_folder).report.read_text()
     shown, other = "links of a simulated network", "links not limited"
     wanted, unwanted = (shown, other) if simulated else (other, shown)
-    # On top, and below the picture of the links, for wide screens and narrow ones.
-    assert text.count(wanted) >= 3 and unwanted not in text
+    assert wanted in text and unwanted not in text
 
 
 def test_every_missing_file_is_named_in_a_sentence_and_the_table_stays(run_folder):
-    for name in ("config.json", "metrics.jsonl", "timeline.jsonl", "links.json"):
+    for name in ("config.json", "metrics.jsonl", "timeline.jsonl"):
         (run_folder / name).unlink()
     words = words_of(run_folder)
     assert "LocalSGD" in words
     assert "config.json is missing" in words
     assert "No loss was recorded" in words
     assert "No timeline was recorded" in words
-    assert "No bytes were counted on the links" in words
 
 
 def test_a_run_that_has_just_begun_is_reported(tmp_path):
@@ -284,8 +279,7 @@ def test_a_loss_that_is_not_a_number_is_named_and_not_drawn(run_folder):
     lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     lost = [line | {"loss": math.nan} for line in lines]
     (run_folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lost))
-    for name in ("timeline.jsonl", "links.json"):
-        (run_folder / name).unlink()
+    (run_folder / "timeline.jsonl").unlink()
     words = words_of(run_folder)
     assert "not finite" in words
     assert "No loss was recorded" in words
@@ -316,7 +310,7 @@ def test_a_folder_without_a_run_is_named_with_the_fix(tmp_path):
         write_report(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["config.json", "summary.json", "links.json"])
+@pytest.mark.parametrize("name", ["config.json", "summary.json"])
 @pytest.mark.parametrize("content", ['{"strategy": ', "3"])
 def test_a_broken_file_is_named_with_the_fix(run_folder, name, content):
     (run_folder / name).write_text(content)

@@ -10,9 +10,8 @@ from thinwire.lab.report import read
 from thinwire.lab.report.bars import split, time_picture
 from thinwire.lab.report.curves import smoothed
 from thinwire.lab.report.folder import read_spans
-from thinwire.lab.report.links import rates, used
 from thinwire.lab.report.palette import looks
-from thinwire.lab.report.runs import Link, Run, Span
+from thinwire.lab.report.runs import Span
 from thinwire.lab.report.timeline import Window, common_length, intervals, step_starts, timeline_pictures, window
 
 
@@ -82,19 +81,11 @@ def test_a_step_is_split_into_what_was_recorded(tmp_path):
     assert [text.get_text() for text in picture.figure.legends[0].get_texts()] == ["compute", "exposed communication"]
 
 
-def test_the_share_of_a_link_is_what_was_sent_over_what_could_be():
-    run = linked(Link(0, 1e6, 1e6, 1e6, 1e6), Link(1, 2e6, 1e6, 1e6, 1e6))
-    assert used(run) == pytest.approx((0.8 + 1.6) / 2)
-    assert rates(run) == "1 Mbit/s"
-    assert rates(linked(Link(0, 1, 1, 1, 1e7), Link(1, 1, 1, 1, 1e9))) == "10 Mbit/s to 1 Gbit/s"
-    assert used(linked(Link(0, 1, 1, 1, None))) is None
-
-
 def test_a_run_reads_back_what_was_written(tmp_path):
     (run,) = read(write_run(tmp_path / "run", SAMPLES[2], steps=60, workers=3)).runs
     assert [step.step for step in run.steps] == list(range(1, 61))
     assert [evaluation.step for evaluation in run.evaluations] == [50]
-    assert {span.rank for span in run.spans} == {link.rank for link in run.links} == {0, 1, 2}
+    assert {span.rank for span in run.spans} == {0, 1, 2}
     assert run.notes == ()
 
 
@@ -102,12 +93,6 @@ def test_intervals_of_unknown_kinds_are_left_out(tmp_path):
     lines = [{"rank": 0, "kind": kind, "name": "", "start": 0, "end": 1} for kind in ("communication", "wait", "rest")]
     (tmp_path / "timeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert [span.kind for span in read_spans(tmp_path)] == ["communication", "wait"]
-
-
-def linked(*links: Link) -> Run:
-    from pathlib import Path
-
-    return Run(Path(), "run", {}, {"seconds": 10.0}, (), (), (), links, ())
 
 
 def test_the_worker_that_the_others_wait_for_is_named_under_the_timeline(tmp_path):

@@ -53,20 +53,6 @@ def json_object(path: Path) -> Facts | None:
     return content
 
 
-def json_list(path: Path) -> list[Facts] | None:
-    """Return the list of objects in a JSON file; None when there is no such file.
-
-    Raises:
-        ConfigError: the file cannot be read, is not valid JSON, or holds something other than a list of objects.
-    """
-    content = _parsed(path)
-    if content is None:
-        return None
-    if not isinstance(content, list) or not all(isinstance(entry, dict) for entry in content):
-        raise ConfigError(f"{path}: must hold a JSON list of objects. Write the run again")
-    return content
-
-
 def json_lines(path: Path) -> tuple[list[Facts] | None, list[str]]:
     """Return the objects in a file of one JSON object per line, with a note about lines that cannot be read.
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from thinwire.errors import ConfigError
-from thinwire.lab.report.files import Facts, json_lines, json_list, json_object, number, text
+from thinwire.lab.report.files import Facts, json_lines, json_object, number, text
 from thinwire.lab.report.labels import labels
 from thinwire.lab.report.rounds import of_same_seeds
-from thinwire.lab.report.runs import Collection, Evaluation, Link, Run, Span, Step, Totals
+from thinwire.lab.report.runs import Collection, Evaluation, Run, Span, Step, Totals
 
 _FIX = "Give the folder that `thinwire train --out` or `thinwire compare --out` wrote"
 SCHEMA = 1
@@ -162,7 +162,6 @@ def read_run(folder: Path) -> Run:
         steps=steps,
         evaluations=evaluations,
         spans=_spans(timeline),
-        links=tuple(map(_link, json_list(folder / "links.json") or ())),
         notes=tuple(notes),
     )
     return _labelled([run])[0]
@@ -211,11 +210,6 @@ def _span(line: Facts) -> Span | None:
     if rank is None or start is None or end is None or end < start or kind not in _KINDS:
         return None
     return Span(int(rank), kind, text(line, "name", kind), start, end, int(number(line, "step") or 0))
-
-
-def _link(entry: Facts) -> Link:
-    names = ("sent_bytes", "received_bytes", "payload_sent_bytes", "bits_per_second")
-    return Link(int(number(entry, "rank") or 0), *(number(entry, name) for name in names))
 
 
 def _or_nan(line: Facts, key: str) -> float:

@@ -12,7 +12,6 @@ from thinwire.lab.report.files import write_text
 from thinwire.lab.report.folder import read
 from thinwire.lab.report.graph import topology_pictures
 from thinwire.lab.report.headline import details, lead, paper_of, setting, tiles
-from thinwire.lab.report.links import link_picture
 from thinwire.lab.report.palette import Look, looks
 from thinwire.lab.report.picture import Picture, narrow
 from thinwire.lab.report.runs import Collection
@@ -39,12 +38,11 @@ class Drawings:
     metrics: Sequence[Picture]
     times: Picture | None
     timelines: dict[int, Picture]
-    links: Picture | None
 
     def all(self) -> list[Picture]:
         """Return the pictures in the page's order."""
-        single = [picture for picture in (self.times, self.links) if picture is not None]
-        return [*self.losses, *self.trade, *self.metrics, *single, *self.topologies, *self.timelines.values()]
+        times = [] if self.times is None else [self.times]
+        return [*self.losses, *self.trade, *self.metrics, *times, *self.topologies, *self.timelines.values()]
 
 
 def write(folder: Path) -> Written:
@@ -71,7 +69,6 @@ def draw(collection: Collection, styles: Sequence[Look]) -> Drawings:
         metrics=metric_pictures(collection, styles),
         times=time_picture(collection, styles),
         timelines=timeline_pictures(collection, styles),
-        links=link_picture(collection, styles),
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contents of a run folder: configuration, summary, metrics, timeline and links."""
+"""The contents of a run folder: configuration, summary, metrics and timeline."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -116,17 +116,6 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Link:
-    """One worker's interface counters, its payload, and the rate its link was limited to (None: not limited)."""
-
-    rank: int
-    sent_bytes: float | None
-    received_bytes: float | None
-    payload_sent_bytes: float | None
-    bits_per_second: float | None
-
-
-@dataclass(frozen=True)
 class Run:
     """Everything in one run folder; `notes` are sentences on what is missing there.
 
@@ -141,7 +130,6 @@ class Run:
     steps: tuple[Step, ...]
     evaluations: tuple[Evaluation, ...]
     spans: tuple[Span, ...]
-    links: tuple[Link, ...]
     notes: tuple[str, ...]
     rounds: tuple[Facts, ...] = ()
 
