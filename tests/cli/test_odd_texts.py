@@ -135,7 +135,7 @@ CALLS: list[list[str]] = [
     ),
     *(["explain", "AllReduce", f"--{name}"] for name in ("parameters", "task", "model-size", "momentum", "data")),
     ["topology"],
-    *(["topology", "Ring", "--parameters", "100", f"--{name}"] for name in ("workers", "parameters", "link", "out")),
+    *(["topology", "Ring", f"--{name}"] for name in ("workers", "out")),
 ]
 
 

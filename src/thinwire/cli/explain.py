@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Literal
 
 from thinwire.cli.console import out, print_json
-from thinwire.cli.options import as_typed, settings_as_options, slowest_rate
+from thinwire.cli.options import as_typed, settings_as_options
 from thinwire.core.units import count, nbytes, rate, seconds, times, workers
 from thinwire.errors import ConfigError
 
@@ -153,7 +153,10 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
         """Return the rate of the slowest link; None without a limit."""
         if self.link is None or self.workers < 1:
             return None
-        return slowest_rate(self.link, self.workers)
+        from thinwire.lab.emulate import parse_links
+
+        rates = [each.bits_per_second for each in parse_links(self.link, self.workers)]
+        return min((each for each in rates if each is not None), default=None)
 
 
 def _strategy(text: str) -> Strategy:

@@ -101,14 +101,6 @@ def as_typed(recipe: str) -> str:
     return re.sub(r"\s*,\s*", ", ", " ".join(recipe.split()))
 
 
-def slowest_rate(link: str, workers: int) -> float | None:
-    """Return the rate of the slowest of the workers' links in bits per second; None if no link is limited."""
-    from thinwire.lab.emulate import parse_links
-
-    rates = [each.bits_per_second for each in parse_links(link, workers)]
-    return min((rate for rate in rates if rate is not None), default=None)
-
-
 def check_folder(folder: Path, argument: str, fix: str) -> None:
     """Refuse a folder that is not there.
 

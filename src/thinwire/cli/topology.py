@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`thinwire topology`: who sends to whom on a graph of workers, how fast it mixes, and what it costs."""
+"""`thinwire topology`: who sends to whom on a graph of workers, and how fast it mixes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thinwire.cli.console import Output, out, print_json
-from thinwire.cli.options import slowest_rate
-from thinwire.core.units import count, digits, nbytes, rate, seconds
+from thinwire.core.units import digits
 from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from thinwire.methods.topology.analysis import Facts
     from thinwire.methods.topology.base import Topology as Graph
 
-_BYTES_PER_PARAMETER = 4
 # Longer lists of steps, or of messages in a step, are cut short.
 _MOST_STEPS = 8
 _MOST_EDGES = 16
@@ -32,18 +30,15 @@ _CURVE_STEPS = 40
 
 @dataclass(frozen=True)
 class Topology:
-    """Show who sends to whom on a graph of workers, how fast averaging on it converges, and what it costs.
+    """Show who sends to whom on a graph of workers, and how fast averaging on it converges.
 
-    Example: thinwire topology "PPeerExponential(degree=2)" --workers 12 --parameters 6.5e6 --link 100mbit
+    Example: thinwire topology "PPeerExponential(degree=2)" --workers 12
 
     Without a name, all graphs are compared in a table.
 
     Args:
         name: the graph, such as Ring or "Hierarchical(node_size=8)"; all of them unless given.
         workers: how many workers the graph joins.
-        parameters: how many parameters the model has, such as 6.5e6, to show traffic in bytes too (4 bytes each).
-        link: the workers' links, [RANK:]RATE[+DELAY], separated by commas, such as 100mbit, to show seconds too; they
-            are computed from the slowest rate. Needs --parameters.
         out: a PNG file to draw into: the graph at each step, or without a name the convergence of all graphs.
         json: print everything as JSON.
     """
@@ -51,8 +46,6 @@ class Topology:
     name: str | None = None
     _: KW_ONLY
     workers: int = 8
-    parameters: float | None = None
-    link: str | None = None
     out: Path | None = None
     json: bool = False
 
@@ -60,14 +53,9 @@ class Topology:
         """Show one graph, or all; returns 0.
 
         Raises:
-            ConfigError: a value that cannot be read, or options that need others.
+            ConfigError: a value that cannot be read.
         """
         check_ranges(self, workers=("1..", "8 is usual"))
-        if self.parameters is not None and (self.parameters < 1 or self.parameters % 1):
-            raise ConfigError(f"--parameters {self.parameters:g}: must be a whole number from 1, such as 6.5e6")
-        if self.link is not None and self.parameters is None:
-            raise ConfigError(f"--link {self.link}: seconds need bytes. Say how many --parameters the model has")
-        self._bits_per_second()
         if self.out is not None and self.out.suffix.lower() != ".png":
             raise ConfigError(f"--out {self.out}: is drawn as a PNG. Give the file a name that ends in .png")
         if self.name is None:
@@ -91,7 +79,7 @@ class Topology:
 
             self._draw(graph_picture(self.out.stem, str(graph), matrices(graph, self.workers)))
         if self.json:
-            described = {"topology": canonical(graph), "workers": self.workers, **asdict(found), **self._cost(found)}
+            described = {"topology": canonical(graph), "workers": self.workers, **asdict(found)}
             print_json({**described, "refused_by": refusals})
             return
         out.print(str(graph), style="bold")
@@ -124,7 +112,7 @@ class Topology:
             curves = {canonical(graph): disagreement(graph, self.workers, _CURVE_STEPS).tolist() for graph in known}
             self._draw(agreement_picture(self.out.stem, curves, self.workers))
         if self.json:
-            rows = [{"topology": canonical(graph), **asdict(each), **self._cost(each)} for graph, each in known.items()]
+            rows = [{"topology": canonical(graph), **asdict(each)} for graph, each in known.items()]
             print_json({"workers": self.workers, "topologies": rows, "refused": refused})
             return
         self._tabulate({canonical(graph): each for graph, each in known.items()})
@@ -146,12 +134,6 @@ class Topology:
         mean, busiest, peak = found.vectors_per_step, found.busiest_vectors_per_step, found.most_vectors_at_once
         most = "" if peak == mean else f"; the busiest {digits(busiest)}, at most {peak} at once"
         yield "sent", f"{digits(mean)} vectors per worker and step{most}; an all-reduce sends {digits(reduced)}"
-        cost, speed = self._cost(found), self._bits_per_second()
-        if self.parameters is not None:
-            size = f"{count(self.parameters)} parameters in fp32"
-            yield "bytes", f"{nbytes(cost['bytes_per_step'])} per worker and step, with {size}"
-        if speed is not None:
-            yield rate(speed), f"{seconds(cost['busiest_seconds_per_step'])} of transfer a step for the busiest worker"
 
         left = digits(1 - found.spectral_gap)
         yield "gap", f"{digits(found.spectral_gap)}: in the long run, each step multiplies disagreement by {left}"
@@ -167,14 +149,10 @@ class Topology:
     def _tabulate(self, known: dict[str, Facts]) -> None:
         from rich.table import Table
 
-        costs = ["bytes a step"] * (self.parameters is not None) + ["transfer"] * (self.link is not None)
-        headings = ["weights", "period", "vectors a step", "busiest", *costs, "spectral gap", "exact", "to 1e-3"]
+        headings = ["weights", "period", "vectors a step", "busiest", "spectral gap", "exact", "to 1e-3"]
         rows: list[list[str]] = []
         for name, each in known.items():
-            cost = self._cost(each)
-            sent = [nbytes(cost["bytes_per_step"])] if "bytes_per_step" in cost else []
-            sent += [seconds(value) for key, value in cost.items() if key == "busiest_seconds_per_step"]
-            figures = [digits(each.vectors_per_step), digits(each.busiest_vectors_per_step), *sent]
+            figures = [digits(each.vectors_per_step), digits(each.busiest_vectors_per_step)]
             mixing = [digits(each.spectral_gap), _steps(each.steps_to_average), _steps(each.steps_to_a_thousandth)]
             rows.append([name, _kind(each), str(each.period), *figures, *mixing])
         console = Output(width=None if out.is_terminal else _WIDE)
@@ -200,24 +178,6 @@ class Topology:
         path = picture.png(self.out.parent)
         if not self.json:
             out.print(f"{path}\n")
-
-    def _cost(self, found: Facts) -> dict[str, float]:
-        """Bytes and seconds of a step; bytes only with --parameters, seconds only with --link."""
-        if self.parameters is None:
-            return {}
-        vector = self.parameters * _BYTES_PER_PARAMETER
-        cost = {
-            "bytes_per_step": found.vectors_per_step * vector,
-            "busiest_bytes_per_step": found.busiest_vectors_per_step * vector,
-        }
-        speed = self._bits_per_second()
-        if speed is not None:
-            cost |= {"busiest_seconds_per_step": 8 * cost["busiest_bytes_per_step"] / speed}
-        return cost
-
-    def _bits_per_second(self) -> float | None:
-        """Return the rate of the slowest link; None without a limit."""
-        return None if self.link is None else slowest_rate(self.link, self.workers)
 
 
 def _all_graphs() -> list[Graph]:
