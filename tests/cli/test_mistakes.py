@@ -77,7 +77,6 @@ def test_help_is_shown_beside_a_mistake(call: str, capsys: pytest.CaptureFixture
         ("sweep --resume nope", "--resume nope: no such folder. A sweep is resumed from the folder that it began in"),
         ("plan --network nope.toml", "--network nope.toml: cannot be read (No such file or directory). Give a network"),
         ("simulate --strategy AllReduce() --network no", "--network no: cannot be read (No such file or directory). "),
-        ("compare --simulate --network no", "--network no: cannot be read (No such file or directory). "),
         ("plan --doctor no", "--doctor no: cannot be read (No such file or directory). Write it with thinwire doctor"),
         ("topology Ring --out file/x.png", "file/x.png: cannot be written (Not a directory). Use a folder"),
         ("doctor --out file/x.json", "--out file/x.json: cannot be written (Not a directory). Name a file in a folder"),

@@ -45,7 +45,7 @@ _GROUPS = {
     "adapters targets",
     "Strategy": "strategy strategies switch tensor-parallel elastic late on-notice restarts",
     "Workers and links": "workers processes rendezvous link slow stall latency network doctor bucket prices "
-    "simulate compute-time step-seconds timeout device threads",
+    "compute-time step-seconds timeout device threads",
     "Optimizer": "optimizer lr momentum weight-decay warmup-steps schedule nonfinite beta1 beta2 eps alpha rho "
     "lr-decay rank lora-alpha lora-dropout adapter-seed",
     "Length": "steps seconds target-loss trials rounds halving",

@@ -32,8 +32,7 @@ class Simulate:
     Example: thinwire simulate --strategy "PushSum()" --workers 64 --network examples/network.toml --steps 20
 
     Workers minimize a quadratic, each its own, so that thousands of them fit in one process; --meta computes nothing at
-    all. thinwire compare --simulate trains models on real data instead. All times are virtual: the same seed gives the
-    same run, bit for bit.
+    all. All times are virtual: the same seed gives the same run, bit for bit.
 
     Args:
         strategy: the recipe, such as "SlowMo(base=PushSum(), period=48)".

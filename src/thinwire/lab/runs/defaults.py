@@ -31,12 +31,11 @@ _TARGET_SECONDS = 900.0
 _EVALUATIONS = 10
 
 
-def resolve(asked: Mapping[str, Any], *, emulated: bool = True) -> Settings:
+def resolve(asked: Mapping[str, Any]) -> Settings:
     """Make settings from the fields that were given; the task's defaults fill in the others.
 
     Args:
         asked: fields of `Settings` by name; None leaves a field open.
-        emulated: whether this machine is to emulate the links; a simulation needs nothing of it.
 
     Raises:
         ConfigError: with the value, the rule and the fix.
@@ -47,7 +46,7 @@ def resolve(asked: Mapping[str, Any], *, emulated: bool = True) -> Settings:
     check_nonfinite(given["strategy"], given.get("nonfinite", "raise"))
     if "switch" in given:
         given["switch"] = check_switches(given["switch"], given["strategy"], given.get("workers", 1))
-    _check_environment(given, emulated=emulated)
+    _check_environment(given)
     task = _task(given)
     if "coreset" in given:
         given["coreset"] = check_policy(given["coreset"], task, given.get("optimizer", task.defaults.optimizer))
@@ -136,14 +135,13 @@ def check_nonfinite(strategy: str, policy: str) -> None:
         )
 
 
-def _check_environment(given: Mapping[str, Any], *, emulated: bool) -> None:
+def _check_environment(given: Mapping[str, Any]) -> None:
     """Check links, stragglers, libraries and GPUs, before the task's data are loaded."""
     workers = given.get("workers", 1)
     parse_stragglers(given.get("slow"), given.get("stall"), workers=workers)
     if given.get("link") is not None:
         parse_links(given["link"], workers)
-        reason = available() if emulated else None
-        if reason is not None:
+        if (reason := available()) is not None:
             raise ConfigError(f"link {given['link']!r}: this machine cannot emulate a network: {reason}")
     if given.get("tensorboard") and find_spec("tensorboard") is None:
         raise ConfigError("tensorboard=True: the library is missing; pip install 'thinwire[track]'")
@@ -184,19 +182,12 @@ def default_threads(workers: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // workers) if hasattr(os, "sched_getaffinity") else 1
 
 
-def default_timeout(settings: Settings, task: Task, *, slowest: float | None = None) -> float:
-    """Return a minute, or several times what sending the whole model takes on the slowest link.
-
-    Args:
-        settings: of the run.
-        task: whose model is sent.
-        slowest: rate of the slowest link, in bits per second; that of the settings' links unless given.
-    """
+def default_timeout(settings: Settings, task: Task) -> float:
+    """Return a minute, or several times what sending the whole model takes on the slowest link."""
     with torch.device("meta"):
         parameters = sum(p.numel() for p in task.model(settings.model, seed=settings.seed).parameters())
-    if slowest is None:
-        links = parse_links(settings.link or "none", settings.workers)
-        slowest = min((link.bits_per_second or 1e9 for link in links), default=1e9)
+    links = parse_links(settings.link or "none", settings.workers)
+    slowest = min((link.bits_per_second or 1e9 for link in links), default=1e9)
     slower = max(each.factor for each in parse_stragglers(settings.slow, settings.stall, workers=settings.workers))
     # Four times what the slowest link needs to carry one model per worker, at 32 bits per parameter.
     return max(60.0 * min(slower, 10), 4 * settings.workers * 32 * parameters / slowest)

@@ -156,16 +156,8 @@ def work(
         torch.set_num_threads(threads)
 
 
-def train(
-    settings: Settings,
-    folder: Path,
-    ranks: Ranks,
-    emit: Emit,
-    *,
-    resume: bool = False,
-    virtual: Callable[[ThinwireEngine], ThinwireEngine] | None = None,
-) -> Fields | None:
-    """Train as one rank, as `work` does; `virtual` lets an engine's computation take virtual time."""
+def train(settings: Settings, folder: Path, ranks: Ranks, emit: Emit, *, resume: bool = False) -> Fields | None:
+    """Train as one rank, as `work` does."""
     comm, control, publish = ranks
     task = load_task(settings)
     facts = [(name, repr(value)) for name, value in settings.to_json().items() if name not in _LOCAL]
@@ -178,13 +170,10 @@ def train(
     # Counted before a mesh splits them.
     parameters = sum(p.numel() for p in model.parameters())
     engine, tensor_parallel = _engine(recipe, model.to(settings.device), settings, comm, control)
-    if virtual is not None and isinstance(engine, ThinwireEngine):
-        engine = virtual(engine)
     if publish is not None and isinstance(engine, ThinwireEngine):
         internals_of(engine.worker).publish(publish)
     extra = engine.load(home.checkpoints) if resume else None
-    simulated = virtual is not None
-    writer = Writer(home, settings, task, engine.step, simulated=simulated) if comm.rank == 0 else None
+    writer = Writer(home, settings, task, engine.step) if comm.rank == 0 else None
     if writer is not None:
         writer.write_config(parameters, recipe.paper)
         emit({"event": "start", "parameters": parameters, "step": engine.step})
@@ -208,9 +197,9 @@ def train(
         shard=shard,
         engine=engine,
         control=control,
-        straggler=Straggler() if simulated else Straggler.from_environment(),
+        straggler=Straggler.from_environment(),
         # Only behind an emulated link is the interface this worker's alone.
-        interface=os.environ.get("GLOO_SOCKET_IFNAME") if settings.link and not simulated else None,
+        interface=os.environ.get("GLOO_SOCKET_IFNAME") if settings.link else None,
         checkpoints=home.checkpoints,
         writer=writer,
         emit=emit,
@@ -252,11 +241,10 @@ def _finish(training: Training) -> Fields | None:
     known = [each.sent_bytes for each in every if each is not None]
     mean = sum(known) / len(known) if len(known) == len(every) else None
     context.writer.write_links(every, [row[2] for row in rows])
-    # One process holds all simulated workers.
-    own_process, steps = not context.writer.simulated, training.engine.step
+    steps = training.engine.step
     more: Fields = {
-        "peak_memory_bytes": max(row[3] for row in rows) if own_process else None,
-        "cpu_seconds_per_worker_per_step": fmean(row[4] for row in rows) / steps if own_process and steps else None,
+        "peak_memory_bytes": max(row[3] for row in rows),
+        "cpu_seconds_per_worker_per_step": fmean(row[4] for row in rows) / steps if steps else None,
     }
     more |= {} if context.coreset is None else context.coreset.summary()
     more |= {} if context.tensor_parallel is None else context.tensor_parallel.summary()

@@ -41,16 +41,12 @@ class Writer:
         settings: of the run.
         task: the model's task.
         step: steps done before; what the folder holds of later ones is dropped.
-        simulated: whether all times are virtual.
     """
 
-    def __init__(
-        self, folder: RunFolder, settings: Settings, task: Task, step: int, *, simulated: bool = False
-    ) -> None:
+    def __init__(self, folder: RunFolder, settings: Settings, task: Task, step: int) -> None:
         self.folder = folder
         self.settings = settings
         self.task = task
-        self.simulated = simulated
         self.totals = Totals(folder.rewind(step))
         self._scalars = TensorBoard(folder.path / "tensorboard") if settings.tensorboard else None
         self._slow_worker: SlowWorker | None = None
@@ -67,8 +63,7 @@ class Writer:
             "data": self.task.title,
             "metric": self.task.metric,
             "exposed": _exposed(self.settings),
-            "wire": _WIRE if self.settings.link and not self.simulated else None,
-            "simulated": self.simulated,
+            "wire": _WIRE if self.settings.link else None,
             "target": "held-out loss of the consensus model, at the first evaluation that reaches it",
             "parameters": parameters,
             "paper": paper,
