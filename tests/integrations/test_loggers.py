@@ -109,7 +109,6 @@ except ModuleNotFoundError as error:
         ("accelerate", "accelerate", "accelerate"),
         ("lightning", "lightning", "lightning"),
         ("ray", "ray_train", "ray[train]"),
-        ("ray", "ray_elastic", "ray[train]"),
     ],
 )
 @pytest.mark.slow
