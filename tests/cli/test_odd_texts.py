@@ -120,7 +120,7 @@ SWEPT = [
     *("model-size", "schedule", "sampler", "halving", "keep", "together", "seed"),
     *("eval-limit", "threads", "data"),
 ]
-SELECTED = ["fraction", "budget", "cover", "labels", "method", "neighbours", "parts", "seed"]
+SELECTED = ["fraction", "budget", "cover", "labels", "method", "neighbours", "seed"]
 CALLS: list[list[str]] = [
     *([], ["report"], ["tools"], ["train", "--resume"], ["sweep", "--resume"], ["select", "--data"]),
     *(["train", "--task", "digits", f"--{name}"] for name in SETTINGS),

@@ -33,10 +33,10 @@ from thinwire.coreset.subset import stratify
 
 
 def test_a_coreset_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    found = select(points(50), budget=7, method="greedi")
+    found = select(points(50), budget=7, method="naive")
     found.save(tmp_path / "c.safetensors")
     again = Coreset.load(tmp_path / "c.safetensors")
-    assert same(found, again) and again.n == 50 and again.method == "greedi" and len(again) == 7
+    assert same(found, again) and again.n == 50 and again.method == "naive" and len(again) == 7
 
 
 def test_a_file_that_holds_no_coreset_is_refused(tmp_path: Path) -> None:
@@ -64,7 +64,6 @@ test_arguments_that_cannot_work_are_refused_in_words = refusals(
         ({"cover": float("nan")}, "cover=nan"),
         ({"budget": 3, "method": "best"}, "method='best': must be one of lazy"),
         ({"budget": 3, "method": "sparse", "neighbours": 0}, "neighbours=0"),
-        ({"budget": 3, "method": "greedi", "parts": 0}, "parts=0"),
         ({"budget": 2, "labels": torch.arange(12) % 3}, "3 classes of 12 points need at least 1"),
         ({"budget": 3, "labels": torch.arange(11)}, r"labels \[11\]: there are 12 points"),
         ({"budget": 3, "labels": torch.zeros(12, 2)}, r"labels \[12, 2\]"),
@@ -76,7 +75,6 @@ test_arguments_that_cannot_work_are_refused_in_words = refusals(
         ({"cover": "x"}, "cover='x': must be a number"),
         ({"budget": 3, "seed": 2.5}, "seed=2.5: must be a whole number"),
         ({"budget": 3, "method": "sparse", "neighbours": 2.5}, "neighbours=2.5: must be a whole number"),
-        ({"budget": 3, "method": "greedi", "parts": 2.5}, "parts=2.5: must be a whole number"),
         ({"budget": 3, "labels": [None] * 12}, "one number or one text for each point"),
         ({"budget": 3, "labels": ["a", 1, None] * 4}, "one number or one text for each point"),
         ({"budget": 3, "labels": [[1], [2, 3]]}, "one number or one text for each point"),
@@ -169,7 +167,7 @@ class Spoiled:
 )
 def test_distances_that_are_none_are_refused(value: float | None, words: str) -> None:
     distances = Spoiled(value)
-    for method in ("lazy", "naive", "greedi"):
+    for method in ("lazy", "naive"):
         with pytest.raises(ConfigError, match=words.replace("point 7 to point 5", r"point \d+ to point \d+")):
             select(distances, budget=4, method=method)
     with pytest.raises(ConfigError, match=words):

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection by neighbours and parts; on processes; and the compiled kernel."""
+"""Selection by neighbours; on processes; and the compiled kernel."""
 
 from __future__ import annotations
 
 import ctypes
 import stat
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,19 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-import thinwire
 from tests.coreset.test_selection import alike, same
 from tests.oracles.coreset import apart, blobs, clusters, cost, points
 from tests.pool import run_processes
-from thinwire import Comm, GroupComm
+from thinwire import GroupComm
 from thinwire.core.kernels import nearest
 from thinwire.core.kernels.native import warn_of_slow_path
-from thinwire.coreset import Coreset, select
+from thinwire.coreset import select
 from thinwire.coreset.facility import FusedNearest, TorchNearest, unit_of
 from thinwire.coreset.similarity import centred
 from thinwire.coreset.sparse import Neighbours, find_neighbours
-
-DRAWING = ["sparse", "greedi"]
 
 
 def random_cost(x: Tensor, budget: int, draws: int = 5) -> float:
@@ -43,65 +39,57 @@ def recall(x: Tensor, found: Neighbours) -> float:
     return float(np.mean([len(set(a) & set(b)) / count for a, b in pairs]))
 
 
-# -- what holds for every method ---------------------------------------------------------------------------------------
+# -- near neighbours ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", DRAWING)
-def test_every_method_gives_distinct_points_true_weights_and_the_true_cost(method: str) -> None:
+def test_near_neighbours_gives_distinct_points_true_weights_and_the_true_cost() -> None:
     x = points(260)
-    found = select(x, budget=26, method=method, seed=1)
+    found = select(x, budget=26, method="sparse", seed=1)
     picks = found.indices.tolist()
     assert len(set(picks)) == 26 and found.n == 260
     assert found.weights.tolist() == clusters(apart(x), picks)
     assert found.cost == pytest.approx(cost(apart(x), picks), rel=1e-5)
 
 
-@pytest.mark.parametrize("method", DRAWING)
-def test_every_method_is_nearer_to_greedy_than_random_points(method: str) -> None:
+def test_near_neighbours_is_nearer_to_greedy_than_random_points() -> None:
     x = points(400, d=4)
-    exact, found, random = select(x, budget=40).cost, select(x, budget=40, method=method).cost, random_cost(x, 40)
+    exact, found, random = select(x, budget=40).cost, select(x, budget=40, method="sparse").cost, random_cost(x, 40)
     closed = (random - found) / (random - exact)
     assert 0.8 < closed < 1.05
 
 
-@pytest.mark.parametrize("method", DRAWING)
-def test_what_is_drawn_is_drawn_from_the_seed(method: str) -> None:
+def test_what_is_drawn_is_drawn_from_the_seed() -> None:
     x = points(200)
     state = torch.random.get_rng_state()
-    found = [select(x, budget=15, method=method, seed=seed) for seed in (3, 3, 4)]
+    found = [select(x, budget=15, method="sparse", seed=seed) for seed in (3, 3, 4)]
     assert same(found[0], found[1])
     assert torch.random.get_rng_state().equal(state)
-    if method == "greedi":
-        assert not found[0].indices.equal(found[2].indices)
 
 
-@pytest.mark.parametrize("method", DRAWING)
-def test_every_method_finds_blobs(method: str) -> None:
+def test_near_neighbours_finds_blobs() -> None:
     x, kinds = blobs([30, 40, 30, 50])
-    found = select(x, budget=8, method=method)
+    found = select(x, budget=8, method="sparse")
     assert set(kinds[found.indices].tolist()) == {0, 1, 2, 3}
     for kind, size in enumerate((30, 40, 30, 50)):
         assert found.weights[kinds[found.indices] == kind].sum() == size
 
 
-@pytest.mark.parametrize("method", DRAWING)
-def test_every_method_can_take_everything_and_equal_points(method: str) -> None:
+def test_near_neighbours_can_take_everything_and_equal_points() -> None:
     x = points(8).repeat(2, 1)
-    found = select(x, fraction=1.0, method=method)
+    found = select(x, fraction=1.0, method="sparse")
     assert sorted(found.indices.tolist()) == list(range(16)) and found.weights.tolist() == [1.0] * 16
 
 
-@pytest.mark.parametrize("method", DRAWING)
-def test_every_method_selects_per_class_and_to_a_cover(method: str) -> None:
+def test_near_neighbours_selects_per_class_and_to_a_cover() -> None:
     x, labels = points(150), torch.arange(150) % 3
-    found = select(x, budget=30, labels=labels, method=method)
+    found = select(x, budget=30, labels=labels, method="sparse")
     assert torch.bincount(labels[found.indices]).tolist() == [10, 10, 10]
     assert torch.zeros(3).double().index_add_(0, labels[found.indices], found.weights).tolist() == [50, 50, 50]
     bound = select(x, budget=20).cost
-    assert select(x, cover=bound, method=method).cost <= bound * (1 + 1e-9)
+    assert select(x, cover=bound, method="sparse").cost <= bound * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("method", ["lazy", *DRAWING])
+@pytest.mark.parametrize("method", ["lazy", "sparse"])
 def test_progress_is_reported_and_never_goes_back(method: str) -> None:
     shares: list[float] = []
     select(points(100), budget=20, labels=torch.arange(100) % 2, method=method, on_progress=shares.append)
@@ -165,34 +153,6 @@ def test_cells_with_too_few_points_are_joined_by_others(monkeypatch: pytest.Monk
     assert all(len(set(row)) == 31 for row in found.numbers.tolist())
 
 
-# -- parts -------------------------------------------------------------------------------------------------------------
-
-
-def test_one_part_is_the_whole() -> None:
-    x = points(120)
-    assert alike(select(x, budget=12, method="greedi", parts=1), select(x, budget=12))
-
-
-def test_parts_on_ranks_choose_among_all_ranks_picks() -> None:
-    x, labels = points(200), torch.arange(200) % 2
-    cuts = (0, 60, 190, 200)
-
-    def work(comm: Comm) -> Coreset:
-        own = slice(cuts[comm.rank], cuts[comm.rank + 1])
-        return select(x[own], labels=labels[own], budget=20, method="greedi", comm=comm)
-
-    found = thinwire.run_threads(3, work, timeout=30)
-    assert same(found[0], found[1]) and same(found[0], found[2])
-    exact = select(x, labels=labels, budget=20)
-    assert exact.cost * 0.99 <= found[0].cost < 1.1 * exact.cost
-    union: set[int] = set()
-    for kind in (0, 1):
-        for start, end in pairwise(cuts):
-            members = torch.arange(start, end)[labels[start:end] == kind]
-            union |= set(members[select(x[members], budget=min(10, len(members))).indices].tolist())
-    assert set(found[0].indices.tolist()) <= union
-
-
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
@@ -203,7 +163,6 @@ def on_rank() -> list[tuple[list[int], list[float], list[float], float]]:
     found = [
         select(x[own], budget=9, comm=comm),
         select(x[own], budget=9, labels=labels[own], comm=comm),
-        select(x[own], budget=4, comm=comm, method="greedi"),
     ]
     return [(f.indices.tolist(), f.weights.tolist(), f.gains.tolist(), f.cost) for f in found]
 
@@ -245,7 +204,6 @@ def test_the_kernel_s_gains_do_not_depend_on_the_other_candidates_of_a_call(libr
             theirs.take(rows[position], position, position)
         assert ours.representatives().equal(theirs.representatives())
         assert ours.of(torch.arange(n)).equal(rows)
-        assert ours.cost() == pytest.approx(theirs.cost(), abs=n * 2**-21)
 
 
 def test_the_kernel_s_threads_change_nothing(library: ctypes.CDLL) -> None:

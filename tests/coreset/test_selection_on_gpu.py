@@ -17,16 +17,15 @@ POINTS = [torch.randn(24, 5, generator=torch.Generator().manual_seed(rank)) for 
 LABELS = [torch.arange(24) % 2, torch.arange(24) % 3 % 2]
 
 
-@pytest.mark.parametrize("method", ["lazy", "greedi"])
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 @pytest.mark.slow
-def test_points_of_several_ranks_are_selected_as_over_gloo(method: Any, device: str) -> None:
+def test_points_of_several_ranks_are_selected_as_over_gloo(device: str) -> None:
     def work(comm: Comm) -> list[int]:
         x, labels = POINTS[comm.rank].to(device), LABELS[comm.rank]
-        return select(x, labels=labels, fraction=0.25, method=method, comm=as_over_nccl(comm)).indices.tolist()
+        return select(x, labels=labels, fraction=0.25, comm=as_over_nccl(comm)).indices.tolist()
 
     def over_gloo(comm: Comm) -> list[int]:
-        found = select(POINTS[comm.rank], labels=LABELS[comm.rank], fraction=0.25, method=method, comm=comm)
+        found = select(POINTS[comm.rank], labels=LABELS[comm.rank], fraction=0.25, comm=comm)
         return found.indices.tolist()
 
     with pretend_gpu():

@@ -48,9 +48,8 @@ class Select:
         per_class: choose within each class separately; every class gets its share of the budget.
         labels: the classes: a column of the file (by name, or by number in .npy), an array of the .npz, or another
             .npy file.
-        method: the greedy algorithm; lazy and naive are exact, greedi is faster, sparse is for millions of points.
+        method: the greedy algorithm; lazy and naive are exact, sparse is for millions of points.
         neighbours: for sparse, the neighbours kept of each point; more is slower and closer to exact.
-        parts: for greedi, the parts that are searched separately; more is faster and less exact.
         seed: random seed.
         out: the folder for results; runs/select-NAME-TIME unless given.
         json: print everything as JSON.
@@ -62,9 +61,8 @@ class Select:
     cover: float | None = None
     per_class: bool = False
     labels: str | None = None
-    method: Literal["lazy", "naive", "sparse", "greedi"] = "lazy"
+    method: Literal["lazy", "naive", "sparse"] = "lazy"
     neighbours: int = 32
-    parts: int = 4
     seed: int = 0
     out: Path | None = None
     json: bool = False
@@ -98,7 +96,6 @@ class Select:
                 method=self.method,
                 seed=self.seed,
                 neighbours=self.neighbours,
-                parts=self.parts,
                 on_progress=lambda share: bar.show(completed=share, total=1.0),
             )
         seconds = time.perf_counter() - start

@@ -3,7 +3,7 @@ r"""Selection where every rank holds its own points; the result is that of one m
 
 Each rank keeps the distances of its points to their nearest representatives. For a block of m candidates the ranks
 all-reduce m partial sums. Since these are exact (see `facility`), every rank gets exactly the gains that one machine
-with all points would compute: the same picks in the same order, without the loss of methods that select in parts.
+with all points would compute: the same picks in the same order.
 
 All candidates' coordinates are all-gathered once. At the end k numbers are all-reduced for the weights.
 """
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from thinwire.core.comm.base import Comm
 from thinwire.coreset.facility import Facility, Gains, Goal, Nearest, Numbers, nearest_for, norm_of
-from thinwire.coreset.greedy import pick_among
 from thinwire.coreset.methods import ClassSelection, MethodSettings, greedy, in_distances
 from thinwire.coreset.similarity import Distances, Features, centre_of, checked, minus, power_above
 from thinwire.errors import ConfigError
@@ -55,11 +54,6 @@ class SharedFacility(Facility):
         own = candidate - self._start
         mine = 0 <= own < self._nearest.n
         self._nearest.take(self._rows[candidate], position, own if mine else None)
-
-    def cost(self) -> float:
-        """Return the sum of all ranks' points' distances to their nearest representatives."""
-        own = torch.tensor([self._nearest.cost()], dtype=torch.float64, device=self._device)
-        return float(self._comm.all_reduce_(own).wait())
 
     def sizes(self, count: int) -> Tensor:
         """Return the number of points of all ranks that each representative represents."""
@@ -158,7 +152,7 @@ class Shards:
             ConfigError: the method needs all points on one rank.
         """
         if settings.method == "sparse":
-            raise ConfigError("method='sparse': selects on one rank alone. With comm use lazy or greedi")
+            raise ConfigError("method='sparse': selects on one rank alone. With comm use lazy")
         members = self.members[group]
         own = members - self._start
         mine = own[(own >= 0) & (own < len(self._rows))].to(self._rows.device)
@@ -166,18 +160,8 @@ class Shards:
         rows = self._rows[mine] / unit
         inner = Goal(goal.budget, None if goal.cost is None else goal.cost / unit, goal.on_progress)
 
-        def make() -> Facility:
-            return SharedFacility(nearest_for(rows, threads=torch.get_num_threads())[0], self._comm)
-
-        parts: list[Numbers] = []
-        if settings.method == "greedi":
-            # Every rank is a part; its picks are numbered within the class.
-            before = int((members < self._start).sum())
-            picked = torch.from_numpy(pick_among(rows, torch.arange(len(rows), device="cpu"), inner)) + before
-            counts = gather_numbers(self._comm, [len(picked)], rows.device)[:, 0].tolist()
-            every_rank = gather_rows(self._comm, picked.to(rows.device), counts).split(counts)
-            parts = [part.cpu().numpy() for part in every_rank if len(part)]
-        picks, sizes = greedy(make, inner, settings.method, parts)
+        facility = SharedFacility(nearest_for(rows, threads=torch.get_num_threads())[0], self._comm)
+        picks, sizes = greedy(facility, inner, settings.method)
         return in_distances(picks, sizes, unit)
 
     def _classes(self, read: Callable[[], NDArray[np.generic] | None], counts: list[int]) -> list[Tensor]:

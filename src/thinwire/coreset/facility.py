@@ -52,10 +52,6 @@ class Facility(ABC):
         """Make the candidate the representative with this position."""
 
     @abstractmethod
-    def cost(self) -> float:
-        """The sum of all points' distances to their nearest representatives, in units."""
-
-    @abstractmethod
     def sizes(self, count: int) -> Tensor:
         """The points that each of `count` representatives represents, int64 [count]."""
 
@@ -76,10 +72,6 @@ class Nearest(ABC):
     @abstractmethod
     def take(self, row: Tensor, position: int, own: int | None) -> None:
         """Make a row a representative; `own` is the point that has it, if it is on this rank."""
-
-    @abstractmethod
-    def cost(self) -> float:
-        """The sum of the points' distances to their nearest representatives."""
 
     @abstractmethod
     def representatives(self) -> Tensor:
@@ -127,10 +119,6 @@ class TorchNearest(Nearest):
         if own is not None:
             self._positions[own] = position
 
-    def cost(self) -> float:
-        """Return the sum of the distances to the nearest representatives."""
-        return float(self._near.sum(dtype=torch.float64))
-
     def representatives(self) -> Tensor:
         """Return the position of the nearest representative of each point."""
         return self._positions.cpu()
@@ -161,10 +149,6 @@ class LocalFacility(Facility):
         """Make the candidate a representative."""
         own = torch.tensor([candidate], dtype=torch.int64, device="cpu")
         self.nearest.take(self.nearest.of(own)[0], position, candidate)
-
-    def cost(self) -> float:
-        """Return the sum of all distances to the nearest representatives."""
-        return self.nearest.cost()
 
     def sizes(self, count: int) -> Tensor:
         """Return the number of points that each representative represents."""
@@ -404,10 +388,6 @@ class FusedNearest(Nearest):
         near, position_of, row = self._near.clone(), self._positions.clone(), as_fp32(row)
         self._library.thinwire_take(byref(self._facility_of(near, position_of)), row.data_ptr(), 0)
         return near
-
-    def cost(self) -> float:
-        """Return the sum of the distances to the nearest representatives."""
-        return float(self._near.sum(dtype=torch.float64))
 
     def representatives(self) -> Tensor:
         """Return the position of the nearest representative of each point."""

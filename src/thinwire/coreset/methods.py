@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
@@ -11,13 +10,13 @@ import torch
 from torch import Tensor
 
 from thinwire.core.validation import check_number, check_ranges
-from thinwire.coreset.facility import Facility, Goal, Numbers, Picks, facility_of, unit_of
-from thinwire.coreset.greedy import best_of_parts, lazy, naive, pick_in_parts
+from thinwire.coreset.facility import Facility, Goal, Picks, facility_of, unit_of
+from thinwire.coreset.greedy import lazy, naive
 from thinwire.coreset.similarity import Distances
 from thinwire.coreset.sparse import sparse
 from thinwire.errors import ConfigError
 
-Method: TypeAlias = Literal["lazy", "naive", "sparse", "greedi"]
+Method: TypeAlias = Literal["lazy", "naive", "sparse"]
 
 
 @dataclass(frozen=True)
@@ -31,20 +30,15 @@ class MethodSettings:
     method: Method
     seed: int
     neighbours: int
-    parts: int
 
     def __post_init__(self) -> None:
         if self.method not in get_args(Method):
             raise ConfigError(f"method={self.method!r}: must be one of {', '.join(get_args(Method))}")
-        for name in ("seed", "neighbours", "parts"):
+        for name in ("seed", "neighbours"):
             check_number(name, getattr(self, name), whole=True)
         if abs(self.seed) >= 2**32:
             raise ConfigError(f"seed={self.seed}: must be less than {2**32}. 0 is usual")
-        check_ranges(
-            self,
-            neighbours=("1..", "32 is usual, more is nearer to exact"),
-            parts=("1..", "4 is usual, more is faster and further off"),
-        )
+        check_ranges(self, neighbours=("1..", "32 is usual, more is nearer to exact"))
 
     def generator(self, group: int) -> torch.Generator:
         """Return the random generator of one class."""
@@ -71,7 +65,7 @@ def solve(
         points: float32 coordinates, [n, d], or distances.
         goal: when to stop, its cost in distances.
         settings: of the method.
-        generator: for the random methods.
+        generator: for `sparse`.
         threads: at most.
 
     Raises:
@@ -82,28 +76,16 @@ def solve(
     inner = replace(goal, cost=None if goal.cost is None else goal.cost / unit)
     if settings.method == "sparse":
         if not isinstance(rows, Tensor):
-            raise ConfigError("method='sparse': needs features. For distances use lazy or greedi")
+            raise ConfigError("method='sparse': needs features. For distances use lazy")
         picks, sizes = sparse(rows, inner, neighbours=settings.neighbours, generator=generator)
     else:
-        parts = pick_in_parts(rows, inner, settings.parts, generator) if settings.method == "greedi" else []
-        picks, sizes = greedy(lambda: facility_of(rows, threads=threads), inner, settings.method, parts)
+        picks, sizes = greedy(facility_of(rows, threads=threads), inner, settings.method)
     return in_distances(picks, sizes, unit)
 
 
-def greedy(make: Callable[[], Facility], goal: Goal, method: Method, parts: list[Numbers]) -> tuple[Picks, Tensor]:
-    """Select by a method that only needs a facility; the goal is in its unit.
-
-    Args:
-        make: creates a facility without representatives.
-        goal: when to stop.
-        method: naive, lazy or greedi.
-        parts: for `greedi`: the picks of each part.
-    """
-    if method == "greedi":
-        facility, picks = best_of_parts(make, goal, parts)
-    else:
-        facility = make()
-        picks = (naive if method == "naive" else lazy)(facility, goal)
+def greedy(facility: Facility, goal: Goal, method: Method) -> tuple[Picks, Tensor]:
+    """Select by `naive` or `lazy`, which only need a facility without representatives; the goal is in its unit."""
+    picks = (naive if method == "naive" else lazy)(facility, goal)
     return picks, facility.sizes(len(picks.indices))
 
 

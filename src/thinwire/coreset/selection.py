@@ -76,7 +76,6 @@ def select(
     comm: Comm | None = None,
     seed: int = 0,
     neighbours: int = 32,
-    parts: int = 4,
     on_progress: Progress | None = None,
 ) -> Coreset:
     r"""Choose points that represent all, with the number of points that each represents.
@@ -102,11 +101,10 @@ def select(
         cover: as few points as reach $L(S)\le$ cover, instead of a budget.
         labels: [n]; where given, each class is selected separately, with its share of the budget.
         method: `lazy` is exact greedy, `naive` the same without bounds; `sparse` evaluates only near neighbours, for
-            millions of points; `greedi` selects in parts, then among the parts' picks.
+            millions of points.
         comm: ranks that hold a shard each; the points are numbered in the order of ranks, and all get the whole result.
-        seed: of the random draws of `sparse` and `greedi`.
+        seed: of the random draws of `sparse`.
         neighbours: of each point, for `sparse`; more is nearer to exact.
-        parts: of `greedi`; with `comm` every rank is one.
         on_progress: called repeatedly with the share that is done; with labels by several threads.
 
     Returns:
@@ -115,7 +113,7 @@ def select(
     Raises:
         ConfigError: an argument or the features are invalid, or a distance is NaN, infinite or negative.
     """
-    settings = MethodSettings(method, seed, neighbours, parts)
+    settings = MethodSettings(method, seed, neighbours)
     size = Size(budget, fraction, cover)
     if comm is not None and comm.size > 1:
         shards = Shards(features, lambda: _plain(labels), comm)
