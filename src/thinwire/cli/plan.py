@@ -68,7 +68,7 @@ class Plan(ModelOptions):
         step_seconds: what a training step takes without communication, instead of timing it here; a third is taken as
             the forward pass.
         optimizer: sgd or adamw, which is timed with the step, and which some strategies do not serve; unless given,
-            the task's own, or for --model the one that your function returns, or adamw.
+            the task's own, or adamw for --model.
         strategies: recipes separated by semicolons, instead of the candidates that the package has.
         measure_again: time the step and the recipes again, instead of taking figures that earlier plans kept.
         json: print everything as JSON.
@@ -202,10 +202,6 @@ class Plan(ModelOptions):
             raise ConfigError(f"{words}. A network is --link, --network FILE, --doctor FILE or --bucket")
         if self.bucket is None and (self.prices is not None or self.within != Plan.within):
             raise ConfigError("--prices and --within are for --bucket. Add that, or leave them out")
-        if self.own_model is not None and (self.task is not None or self.model_size is not None):
-            raise ConfigError(f"--model {self.own_model}: instead of --task and --model-size. Give one of them")
-        if self.own_model is not None and self.batch_size is not None:
-            raise ConfigError(f"--batch-size {self.batch_size} with --model: your function makes the batches")
         if self.doctor is not None and self.task is None and self.own_model is None:
             for name, value in (("model-size", self.model_size), ("batch-size", self.batch_size), ("data", self.data)):
                 if value is not None:

@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from thinwire.errors import ConfigError
 
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor, nn
-    from torch.optim import Optimizer
 
     from thinwire.planning.doctor.speeds import StepTime
     from thinwire.planning.plan.traffic import MakeOptimizer
@@ -31,20 +29,18 @@ class TimedModel:
         module: the model.
         loss: computes the loss of one batch.
         optimizer: makes the optimizer of the run from parameters.
-        own: the optimizer that the user's function returned; None if it returned none.
     """
 
     name: str
     module: nn.Module
     loss: Callable[[], Tensor]
     optimizer: MakeOptimizer
-    own: Optimizer | None = None
 
     def timed(self, budget: float) -> StepTime:
         """Time the step within a budget of seconds."""
         from thinwire.planning.doctor.speeds import time_steps
 
-        optimizer = self.own or self.optimizer([p for p in self.module.parameters() if p.requires_grad])
+        optimizer = self.optimizer([p for p in self.module.parameters() if p.requires_grad])
         return time_steps(self.name, self.module, optimizer, self.loss, budget=budget)
 
     def shapes(self) -> StepTime:
@@ -71,9 +67,9 @@ class ModelOptions:
         task: whose model it is; text unless given.
         model_size: a named size of the task's model.
         own_model: instead of a task, MODULE:FUNCTION of yours that returns the model, with --data and --loss as for
-            thinwire train; or one that returns the model, a function that computes the loss of a batch, and optionally
-            your optimizer.
-        own_loss: with --model and --data, MODULE:FUNCTION from (outputs, targets) to the mean loss.
+            thinwire train.
+        own_loss: with --model, MODULE:FUNCTION from (outputs, targets) to the mean loss; unless given, the model
+            returns its loss.
         batch_size: examples per worker and step of the task's model; the task's own unless given.
         data: the folder of data files; that of the environment variable THINWIRE_DATA unless given. With --model,
             MODULE:FUNCTION from (rank, size, seed) to batches.
@@ -90,8 +86,7 @@ class ModelOptions:
         """Make the model now, so that a mistake is named before anyone waits.
 
         Args:
-            optimizer: sgd or adamw; unless given, the optimizer that the user's function returns, or that of the task,
-                or AdamW.
+            optimizer: sgd or adamw; that of the task unless given.
             meta: whether the task's model has shapes only.
 
         Raises:
@@ -100,24 +95,18 @@ class ModelOptions:
         if self.batch_size is not None and self.batch_size < 1:
             raise ConfigError(f"--batch-size {self.batch_size}: must be at least 1")
         model, data, loss = self.own_model, self.data, self.own_loss
-        self._check_alone()
-        if loss is not None and (model is None or data is None):
+        if loss is not None and model is None:
             raise ConfigError(f"--loss {loss}: goes with --model and --data. Give all three, or leave it out")
         import torch
 
         from thinwire.lab import tasks
         from thinwire.lab.runs.optimizer import maker_of
 
-        if model is not None and data is None:
-            module, own_loss, own = _own_model(model)
-            if own is not None and optimizer is not None:
-                raise ConfigError(f"--optimizer {optimizer}: {model} returns its {type(own).__name__}. Leave it out")
-            maker = maker_of(optimizer or "adamw", _MOMENTUM) if own is None else _again(own, f"--model {model}")
-            return TimedModel(model, module, own_loss, maker, own)
         if model is not None:
             from thinwire.lab.runs.own_functions import complete_own
 
-            loaded, meta = complete_own({"own_model": model, "data": data, "own_loss": loss}), False
+            given = {"task": self.task, "model": self.model_size, "batch_size": self.batch_size}
+            loaded, meta = complete_own({**given, "own_model": model, "data": data, "own_loss": loss}), False
         else:
             loaded = tasks.load(self.task or "text", data=data)
         defaults = loaded.defaults
@@ -132,70 +121,6 @@ class ModelOptions:
         batch = loaded.batch(loaded.shards(1)[0], 0, batch_size=size, seed=0, rank=0)
         return TimedModel(name, module, lambda: loaded.loss(module, batch), maker)
 
-    def _check_alone(self) -> None:
-        """Refuse what belongs to a task's model beside one of the user's."""
-        makes = {"batch-size": "makes the batches", "model-size": "makes the model", "data": "reads its own data"}
-        folder = None if self.data is not None and ":" in str(self.data) else self.data
-        for name, value in (("batch-size", self.batch_size), ("model-size", self.model_size), ("data", folder)):
-            if self.own_model is not None and value is not None:
-                raise ConfigError(f"--{name} {value} with --model: your function {makes[name]}. Leave it out")
-
 
 def _no_loss() -> Tensor:
     raise AssertionError("a model of shapes is not timed")
-
-
-def _again(own: Optimizer, name: str) -> MakeOptimizer:
-    """Return what makes an optimizer like the user's, which plans look at and simulate with.
-
-    Raises:
-        ConfigError: it cannot be made from parameters and its defaults.
-    """
-    import torch
-
-    kind = type(own)
-    known = signature(kind).parameters
-    settings = {key: value for key, value in own.defaults.items() if key in known}
-
-    def make(parameters: list[nn.Parameter]) -> Optimizer:
-        return kind(parameters, **settings)  # pyright: ignore[reportCallIssue]
-
-    try:
-        make([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))])
-    except Exception as error:
-        raise ConfigError(
-            f"{name}: {kind.__name__} cannot be made from parameters and its defaults ({error}). Return only the model "
-            "and the loss, and give --optimizer"
-        ) from None
-    return make
-
-
-def _own_model(place: str) -> tuple[nn.Module, Callable[[], Tensor], Optimizer | None]:
-    """Return a user's model, loss and optimizer, from MODULE:FUNCTION."""
-    from thinwire.lab.runs.own_functions import find_function
-
-    make = find_function("--model", place, imports=True)
-    try:
-        signature(make).bind()
-    except TypeError as error:
-        raise ConfigError(
-            f"--model {place}: must be a function that can be called without arguments ({error})"
-        ) from None
-    from torch import nn
-    from torch.optim import Optimizer
-
-    made: Any = make()
-    parts: tuple[Any, ...] = made if isinstance(made, tuple) else (made,)
-    match parts:
-        case (nn.Module() as module, loss) if callable(loss):
-            return module, parts[1], None
-        case (nn.Module() as module, loss, Optimizer() as optimizer) if callable(loss):
-            return module, parts[1], optimizer
-        case _:
-            pass
-    names = ", ".join(type(each).__name__ for each in parts)
-    raise ConfigError(
-        f"--model {place}: returned {f'({names})' if isinstance(made, tuple) else names}; must return a model, as of "
-        "torch.nn.Module, a function without arguments that computes the loss of a batch, and, if you like, your "
-        "optimizer. With --data, and --loss, it returns the model alone"
-    )

@@ -74,21 +74,23 @@ def none() -> None:
     """No fault, or one of the network."""
 
 
-def model() -> tuple[nn.Module, object]:
-    """A model whose step takes longer on the slow rank."""
-    network = nn.Linear(8, 8)
-
-    def loss() -> torch.Tensor:
-        time.sleep(0.08 if os.environ.get("PLANTED_SLOW") == str(RANK) else 0.02)
-        return network(torch.ones(8)).sum()
-
-    return network, loss
+def model() -> nn.Module:
+    return nn.Linear(8, 8)
 
 
-def swapped() -> tuple[object, nn.Module]:
-    """A model and a loss in the wrong order."""
-    network, loss = model()
-    return loss, network
+def data(rank: int, size: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(torch.ones(1, 8), torch.zeros(1))]
+
+
+def loss(outputs: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """Takes longer on the slow rank."""
+    time.sleep(0.08 if os.environ.get("PLANTED_SLOW") == str(RANK) else 0.02)
+    return outputs.sum()
+
+
+OPTIONS = [
+    word for name in ("model", "data", "loss") for word in (f"--{name}", f"tests.planning.doctor.planted:{name}")
+]
 
 
 def main(faults: str, *options: str) -> int:
@@ -107,7 +109,7 @@ def main(faults: str, *options: str) -> int:
 
         examination.Budget.__init__ = short  # type: ignore
     rest = [option for option in options if option != "--quick"]
-    return command(["doctor", "--json", "--model", "tests.planning.doctor.planted:model", *rest])
+    return command(["doctor", "--json", *OPTIONS, *rest])
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ from thinwire.planning.doctor.verdict import costs_of, network_of
 from thinwire.planning.plan import search
 from thinwire.planning.simulate.wires import Wires
 
+PLANTED = "tests.planning.doctor.planted"
+
 LO = Interface("lo", "127.0.0.1", True, 0, 65536)
 ETH = Interface("eth0", "10.0.0.1", False, 1000, 1500)
 WIFI = Interface("wlan0", "192.168.0.7", False, 54, 1500)
@@ -305,22 +307,16 @@ def test_a_rank_that_cannot_listen_is_named_as_the_one() -> None:
     [
         (["--timeout", "0"], "--timeout 0: must be 1 to 600 seconds"),
         (["--batch-size", "0"], "--batch-size 0: must be at least 1"),
-        (["--model", "train:make", "--batch-size", "4"], "your function makes the batches"),
+        (["--model", "train:make"], "--model train:make: needs --data MODULE:FUNCTION too"),
+        (["--model", "train:make", "--batch-size", "4"], "--batch-size 4 with --model train:make: --data makes the"),
         (
             ["--model", "train:make", "--model-size", "6m"],
-            "--model-size 6m with --model: your function makes the model",
-        ),
-        (["--model", "train:make", "--data", "files"], "--data files with --model: your function reads its own data"),
-        (
-            ["--model", "tests.planning.doctor.planted:swapped"],
-            "returned (function, Linear); must return a model, as of torch",
+            "--model-size 6m with --model train:make: sizes are those of",
         ),
         (["--link", "100mbit"], "--link 100mbit: emulates links of --workers"),
-        (["--model", "no_such_module:f"], "--model no_such_module:f: no module no_such_module is installed"),
-        (
-            ["--model", "tests.planning.doctor.planted:main"],
-            "--model tests.planning.doctor.planted:main: must be a function",
-        ),
+        (["--model", "no_such_module:f", "--data", "x:y"], "no_such_module:f: no module no_such_module is installed"),
+        (["--model", f"{PLANTED}:main", "--data", f"{PLANTED}:data"], f"--model {PLANTED}:main: calling it failed"),
+        (["--loss", "x:y"], "--loss x:y: goes with --model and --data"),
     ],
 )
 def test_options_that_cannot_work_are_refused(

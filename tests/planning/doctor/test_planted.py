@@ -102,8 +102,9 @@ def test_rank_0_that_does_not_come_is_named_by_the_others() -> None:
     code = (
         "import os, sys\n"
         "if os.environ['RANK'] == '0': sys.exit(0)\n"
+        "from tests.planning.doctor.planted import OPTIONS\n"
         "from thinwire.cli import main\n"
-        "sys.exit(main(['doctor', '--timeout', '2', '--model', 'tests.planning.doctor.planted:model']))"
+        "sys.exit(main(['doctor', '--timeout', '2', *OPTIONS]))"
     )
     exits = run_workers([sys.executable, "-c", code], 2, on_line=lambda *line: lines.append(line[2]), timeout=60)
     assert exits[1].code == 1
