@@ -1,26 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """A storm of faults over a run of real processes: goodput, and loss at equal tokens, with late merging and without.
 
-    python -m benchmarks.storm [--only late off torchft] [--workers 12] [--faults 60] [--seconds 900] [--seed 0]
+    python -m benchmarks.storm [--only late off restart torchft] [--workers 12] [--faults 60] [--seconds 900] [--seed 0]
 
-The defaults take about 65 minutes on two cores that do nothing else. The rule, which was written before any run:
+The defaults take about 80 minutes on two cores that do nothing else. The rule, which was written before any run, the
+one with `restart` before any run of that:
 
 - Workers are processes over a bucket of a local SeaweedFS, each through a TCP relay of its own. They train the GPT of
   half a million parameters on `text`, 4 sequences a worker and step, AdamW at 1e-3, a thread each, with
   `DiLoCo(period=16)`. A step lasts 0.75 s: forward and backward pass are computed, and the rest of that time is slept
   before the optimizer's step.
-- Contenders: `late` is `elastic=LateMerging()`, and `off` is `elastic=True` with the same recipe. `torchft` is its
-  `DiLoCo` with `sync_every` 16 and outer rate 0.7 over Gloo on the loopback interface. Each worker is a replica group,
-  and a lighthouse with the settings of its README (`min_replicas` 1, `join_timeout_ms` 10000) is not disturbed. Its
-  links cannot be cut here: stops of the same length replace cuts.
+- Contenders: `late` is `elastic=LateMerging()`, and `off` is `elastic=True` with the same recipe. `restart` is that
+  without `elastic`: when one worker ends, all are killed and started again at once, from the newest checkpoint of
+  `worker.save`, which is written after every other round to a folder that all share. So no worker is missing, and none
+  joins. `torchft` is its `DiLoCo` with `sync_every` 16 and outer rate 0.7 over Gloo on the loopback interface. Each
+  worker is a replica group, and a lighthouse with the settings of its README (`min_replicas` 1, `join_timeout_ms`
+  10000) is not disturbed. Its links cannot be cut here: stops of the same length replace cuts.
 - The window begins when each worker has ended a round, and is cut into as many parts as there are faults. Each part has
   one fault at a random moment: a quarter each of kill (SIGKILL), join (another process in the place of a killed one),
   stop (SIGSTOP for 1 to 20 s) and cut (the relay passes no bytes for 1 to 20 s), in a random order in which kills and
   joins alternate. A fault hits the first worker from a random place on that is neither stopped nor cut. A worker that
   ends with an error is started again at once. All contenders get the same schedule.
-- A batch is *kept* if it counts in a mean: with `late`, by the tokens of the closings in the order of rounds; with
-  `off` and `torchft`, when its worker has ended the round. *Goodput* is the batches kept in the window, over its
-  seconds and over the same rate of an undisturbed run of `late`.
+- A batch is *kept* if it counts in a mean: with `late`, by the tokens of the closings in the order of rounds; with the
+  others, when its worker has ended the round, unless a restart goes back to a checkpoint before it. *Goodput* is the
+  batches kept in the window, over its seconds and over the same rate of an undisturbed run of `late`.
 - After the window there are no faults. `late` ends at once, and has some number of kept batches since its start. The
   other runs end with the first round that has as many, or after twice the seconds. The loss is that of the consensus at
   the end on 128 held-out windows.
@@ -58,7 +61,7 @@ from benchmarks.nat import weed
 from benchmarks.peers import install, installed, python_of
 from thinwire.core.storage.bucket import KEY, new_key
 
-CONTENDERS = ("late", "off", "torchft")
+CONTENDERS = ("late", "off", "restart", "torchft")
 KINDS = ("kill", "join", "stop", "cut")
 START_SECONDS, END_SECONDS = 300.0, 120.0
 SHORTEST, LONGEST = 1.0, 20.0  # seconds of a stop or a cut
@@ -235,7 +238,7 @@ class Storm:
 
     Attributes:
         options: of the command line.
-        contender: "late", "off" or "torchft".
+        contender: of `CONTENDERS`.
         relays: of the workers; None where there are none, and stops replace cuts.
         environment: of all workers.
         kept: of each round, or of each worker's round, when it was first reported and the batches in its mean.
@@ -264,7 +267,7 @@ class Storm:
         command = [str(python), "-m", "benchmarks.storm", "--worker", self.contender, "--task", options.task]
         command += ["--workers", str(options.workers), "--period", str(options.period), "--quorum", str(options.quorum)]
         command += ["--step-seconds", str(options.step_seconds), "--slot", str(slot), "--number", str(number)]
-        extra = {"THINWIRE_RANK": str(slot)} if number < options.workers else {}
+        extra = {"THINWIRE_RANK": str(slot)} if number < options.workers or self.contender == "restart" else {}
         if self.relays is not None:
             extra |= {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.relays.ports[slot]}"}
         environment = {**os.environ, **self.environment, **extra, "STORM_STOP": str(self.stop)}
@@ -288,6 +291,12 @@ class Storm:
             member.step = said.get("step", member.step)
             if "loss" in said:
                 self.end = said
+            elif "loaded" in said:
+                # Processes are numbered through, and all of them are started again together.
+                first = number - number % self.options.workers
+                lost = [key for key in list(self.kept) if key[0] < first and key[1] > said["loaded"]]
+                for key in lost:
+                    self.kept.pop(key, None)
             elif "tokens" in said:
                 member.rounds += 1
                 # All workers of `late` report the same closings.
@@ -311,8 +320,12 @@ class Storm:
             if now >= due:
                 self._pending.remove((due, call))
                 call()
-        for slot, member in enumerate(self.members):
-            if not member.ended and member.process.poll() is not None:
+        gone = [slot for slot, member in enumerate(self.members) if member.process.poll() is not None]
+        if self.contender == "restart" and gone:
+            self.close()
+            gone = list(range(len(self.members)))
+        for slot in gone:
+            if not self.members[slot].ended or self.contender == "restart":
                 self.start(slot)
         time.sleep(0.02)
 
@@ -448,20 +461,27 @@ def evaluate(trainer: fleet.Trainer, model: Any) -> None:
 def work(options: argparse.Namespace) -> None:
     """Train as one worker until the parent names a step."""
     import thinwire
+    from thinwire.errors import CheckpointError
 
-    trainer, stop, late = trainer_of(options), Path(os.environ["STORM_STOP"]), options.worker == "late"
+    trainer, stop = trainer_of(options), Path(os.environ["STORM_STOP"])
+    late, restarts, saves = options.worker == "late", options.worker == "restart", stop.with_name("saves")
     worker = thinwire.attach(
         trainer.model,
         trainer.optimizer,
         f"DiLoCo(period={options.period})",
-        rendezvous=os.environ["STORM_URL"],
+        # A run that is started again is a new one.
+        rendezvous=os.environ["STORM_URL"] + f"-{options.number // options.workers}" * restarts,
         workers=options.workers,
-        elastic=thinwire.LateMerging(quorum=options.quorum) if late else True,
+        elastic=thinwire.LateMerging(quorum=options.quorum) if late else not restarts,
         timeout=60,
     )
+    if restarts:
+        with suppress(CheckpointError):  # none is complete yet
+            worker.load(saves)
+        fleet.tell(loaded=worker.step)
     until, told, evaluates, own = 1 << 40, 0, False, 0
     while worker.step < until:
-        trainer.step(own)
+        trainer.step(worker.step if restarts else own)
         own += 1
         fleet.tell(step=worker.step)
         if late:
@@ -472,6 +492,8 @@ def work(options: argparse.Namespace) -> None:
         elif worker.step % options.period == 0:
             # The first round of a worker that joins may be only a part of one.
             fleet.tell(round=worker.step, tokens=min(options.period, own))
+            if restarts and worker.step % (2 * options.period) == 0:
+                worker.save(saves)
         if until == 1 << 40 and stop.exists():
             named = json.loads(stop.read_text())
             until, evaluates = named["step"], named["slot"] == options.slot

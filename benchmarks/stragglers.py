@@ -4,8 +4,7 @@
 python -m benchmarks.stragglers [--rounds N] [--only WORD ...]
 
 A step computes next to nothing and sleeps for 50 ms instead, so that four workers fit on any machine. The last worker
-is the one that is slow. What stalls would cost if only they and the computation took time is simulated with the same
-stalls.
+is the one that is slow.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import torch.distributed as dist
 
 import thinwire
 from benchmarks.paired import Row, run_ranks, show, start
-from benchmarks.stragglers_ideal import ideal_seconds
 from thinwire.asynchronous.quorum.rules import Reduction
 from thinwire.core.statistics import ratios, spread
 from thinwire.lab.emulate import Straggler
@@ -158,11 +156,6 @@ class Measured:
         """The scenarios that were run."""
         return list(self.found[0])
 
-    def ideal(self, name: str) -> list[float]:
-        """Seconds of a step if nothing but computation and stalls took time, by round."""
-        scenario, rounds = SCENARIOS[name], range(len(self.found[0][name]))
-        return [ideal_of(scenario, number) for number in rounds]
-
     def seconds(self, name: str) -> list[float]:
         """Seconds of a step, by round; a step ends when the first rank ends it."""
         rounds = range(len(self.found[0][name]))
@@ -171,16 +164,6 @@ class Measured:
     def identical(self) -> bool:
         """Whether all ranks held the same bits at the end of every run."""
         return all(identical for rank in self.found for runs in rank.values() for _, identical in runs)
-
-
-def ideal_of(scenario: Scenario, number: int) -> float:
-    """Seconds of a step of a round if communication took no time."""
-    stragglers = [straggler_of(scenario, rank, number) for rank in range(WORKERS)]
-
-    def lasts(rank: int, k: int) -> float:
-        return scenario.step_seconds * stragglers[rank].factor + stragglers[rank].stall(k)
-
-    return ideal_seconds(WORKERS, scenario.backups, scenario.steps, lasts) / scenario.steps
 
 
 def measured(rounds: int, only: Sequence[str]) -> Measured:
@@ -196,11 +179,10 @@ def row(what: str, each: Sequence[float], bar: str = "", more: str = "") -> Row:
 
 
 def ratio(found: Measured, over: str, under: str, bar: str = "") -> Row:
-    """One scenario's step beside another's, round by round, and what it would be ideally."""
+    """One scenario's step beside another's, round by round."""
     each = ratios(found.seconds(over), found.seconds(under)).values
     seconds = " against ".join(f"{1e3 * spread(found.seconds(name)).median:.1f} ms" for name in (over, under))
-    best = ratios(found.ideal(over), found.ideal(under)).median
-    return row(f"step, {over} / {under}", each, bar, f"{seconds}; ideally {best:.3f}")
+    return row(f"step, {over} / {under}", each, bar, seconds)
 
 
 def rows(*, quick: bool) -> Iterator[Row]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the arrival of a worker costs, as processes over an emulated link. `benchmarks.goodput` measures losses.
+"""What the arrival of a worker costs, as processes over an emulated link. `benchmarks.storm` measures losses.
 
     python -m benchmarks.survival [--link 100mbit] [--recipe RECIPE ...] [--waiting]
 
