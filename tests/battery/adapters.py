@@ -17,8 +17,9 @@ from tests.methods.strategies.leader_runs import losses_of
 from tests.methods.strategies.test_dynamic import share_of, two_stages
 from tests.methods.strategies.test_server import run_in_order
 from tests.methods.strategies.test_sketched import matrix
-from tests.oracles import asynchronous, backup, codecs, one_bit, push_sum, sketched, updates
+from tests.oracles import asynchronous, backup, codecs, one_bit, sketched, updates
 from tests.oracles.common import Mixing
+from tests.oracles.machines import Machine, path
 from thinwire import ADPSGD, DQSGD, ParameterServer, RandomMatching
 from thinwire.core.kernels import uniform
 from thinwire.methods.codecs.base import draw_key
@@ -27,59 +28,29 @@ from thinwire.methods.strategies.gradients.bit_rules import BitLedger, Step
 Graph = Callable[[int, torch.dtype], Mixing]
 
 
+def machine(make: Callable[[], Machine]) -> Oracle:
+    """A machine with every worker's own optimizer."""
+    return lambda s: _driven(make(), s)
+
+
+def on_graph(graph: Graph, make: Callable[[Mixing], Machine]) -> Oracle:
+    """One that is made from the mixing matrices of a graph."""
+    return lambda s: _driven(make(graph(s.size, s.dtype)), s)
+
+
+def _driven(each: Machine, s: Setting) -> Tensor:
+    problem: Any = s.problem
+    return path(each, problem.gradient, s.start, s.update(), s.rates, losses_of(problem))[-1]
+
+
 def stacked(method: Callable[..., Tensor], **words: Any) -> Oracle:
     """A method around every worker's own optimizer."""
     return lambda s: method(s.problem.gradient, s.start, s.update(), s.steps, **words)
 
 
-def on_graph(method: Callable[..., Tensor], graph: Graph, **words: Any) -> Oracle:
-    """One that also takes the mixing matrices of a graph."""
-    return lambda s: stacked(method, mixing=graph(s.size, s.dtype), **words)(s)
-
-
 def matching(graph: RandomMatching) -> Graph:
     """The pairs that are drawn for each step, who share evenly."""
     return lambda n, dtype: lambda k: torch.tensor(graph.matrix(n, k), dtype=dtype)
-
-
-def led(method: Callable[..., Tensor], **words: Any) -> Oracle:
-    """One that also compares the workers' losses."""
-
-    def oracle(s: Setting) -> Tensor:
-        problem: Any = s.problem
-        return method(problem.gradient, losses_of(problem), s.start, s.update(), s.steps, **words)
-
-    return oracle
-
-
-def with_own_momentum(method: Callable[..., Tensor], graph: Graph, **words: Any) -> Oracle:
-    """One that has no optimizer but plain SGD."""
-    return lambda s: method(s.problem.gradient, s.start, s.rates, mixing=graph(s.size, s.dtype), decay=s.decay, **words)
-
-
-def with_counted_steps(method: Callable[..., Tensor], **words: Any) -> Oracle:
-    """One whose workers count their steps themselves."""
-
-    def oracle(s: Setting) -> Tensor:
-        update, steps = s.update(), iter(range(s.steps))
-        return method(s.problem.gradient, s.start, lambda x, g: update(x, g, next(steps)), s.steps, **words)
-
-    return oracle
-
-
-def from_rates(method: Callable[..., Tensor], **words: Any) -> Oracle:
-    """One that is given learning rates alone."""
-    return lambda s: method(s.problem.gradient, s.start, s.rates, **words)
-
-
-def elastic(method: Callable[..., tuple[Tensor, Tensor]], *, period: int, centre_pull: float) -> Oracle:
-    """Elastic averaging, whose pull is the centre's, shared by all workers."""
-    return lambda s: stacked(
-        lambda *given, **more: method(*given, **more)[0],
-        period=period,
-        centre_pull=centre_pull,
-        pull=centre_pull / s.size,
-    )(s)
 
 
 def coded_gradients(block: int) -> Oracle:
@@ -265,11 +236,6 @@ def zero_one_adam(block: int, averages: set[int], agrees: set[int]) -> Oracle:
         return run.run(s.problem.gradient, s.start)[-1]
 
     return oracle
-
-
-def stale_push_sum(graph: Graph, staleness: int) -> Oracle:
-    """Overlap SGP."""
-    return on_graph(push_sum.overlap_push_sum, graph, staleness=staleness)
 
 
 def backup_workers(s: Setting) -> Tensor:

@@ -12,7 +12,8 @@ from typing import Any
 
 from tests.battery import adapters as to
 from tests.battery.runs import Case, case
-from tests.oracles import codecs, common, diloco, gossip, leader, local, minibatch, overlap, updates
+from tests.oracles import codecs, common, diloco
+from tests.oracles import machines as m
 from tests.problems import Irregular
 from thinwire import (
     ADPSGD,
@@ -109,13 +110,22 @@ ONE_BIT_ADAM = CompressedMomentum(OneBit(8), warmup_steps=4)
 ZERO_ONE_ADAM = ZeroOne(OneBit(8), variance_steps=4, variance_doubling=4, local_doubling=2, most_local=2)
 DQ = [DQSGD(rule, block=8) for rule in (FixedBits(4), BitBudget(4.5, 12), ErrorBound(3e-3, 12, smoothness=2.0))]
 
+SLOW_ORACLE = to.machine(lambda: m.SlowMomentum(m.Machine(), 3, lr=0.8))
+
+
+def with_own_momentum(strategy: Any, graph: to.Graph, rule: Callable[..., Any]) -> Case:
+    """A decentralised method whose momentum is its own."""
+    oracle = to.on_graph(graph, lambda mixing: m.Momentum(mixing, rule, momentum=strategy.momentum))
+    return case(strategy, oracle, *PLAIN, "bf16")
+
+
 STRATEGIES: list[Case] = [
-    case(AllReduce(), to.stacked(common.all_reduce)),
+    case(AllReduce(), to.machine(m.MeanGradient)),
     case(AllReduce(ErrorFeedback(OneBit(8))), to.coded_gradients(8), "adamw", **CODED),
     case(AllReduce(PowerSGD(1, 0)), to.low_rank_gradients(1), **CODED),
-    case(Local(), to.stacked(common.local_sgd, period=100)),
-    case(LocalSGD(3), to.stacked(common.local_sgd, period=3)),
-    case(MinibatchLocalSGD(3, inner=0.5), to.from_rates(minibatch.inner_outer, period=3, inner=0.5), *PLAIN, "decay"),
+    case(Local(), to.machine(m.Machine)),
+    case(LocalSGD(3), to.machine(lambda: m.Means(3))),
+    case(MinibatchLocalSGD(3, inner=0.5), to.machine(lambda: m.TwoRates(3, inner=0.5)), *PLAIN, "decay"),
     *(
         case(
             MinibatchLocalSGD(3, inner=0.5, codec=codec),
@@ -133,10 +143,10 @@ STRATEGIES: list[Case] = [
         "decay",
         **CODED,
     ),
-    case(CoCoD(3), to.stacked(overlap.cocod, period=3)),
+    case(CoCoD(3), to.machine(lambda: m.Decoupled(3))),
     # Of periods that are short enough for several coded means to be used.
     *(case(CoCoD(2, codec), to.coded(codecs.coded_cocod, mean, period=2), **CODED) for codec, mean in CODES.items()),
-    case(OVERLAP, to.stacked(overlap.overlap_local_sgd, period=3, pull=0.6, momentum=0.7)),
+    case(OVERLAP, to.machine(lambda: m.Overlap(3))),
     *(
         case(
             OverlapLocalSGD(2, delay=delay, codec=SIGNS),
@@ -157,7 +167,7 @@ STRATEGIES: list[Case] = [
         to.coded(codecs.coded_overlap, to.low_rank(1, 2), feedback=True, period=2, pull=0.6, momentum=0.7),
         **CODED,
     ),
-    case(ELASTIC, to.elastic(leader.easgd, period=3, centre_pull=0.8)),
+    case(ELASTIC, to.machine(lambda: m.Elastic(3, centre_pull=0.8))),
     *(
         case(
             EASGD(3, centre_pull=0.8, codec=codec),
@@ -166,18 +176,15 @@ STRATEGIES: list[Case] = [
         )
         for codec, mean in CODES.items()
     ),
-    case(SLOW, to.stacked(common.slow_momentum, period=3, momentum=0.5, lr=0.8)),
-    case(
-        SlowMo(Gossip(), period=3),
-        to.on_graph(common.slow_momentum, common.ring, period=3, momentum=0.5, lr=1.0, meanwhile=True),
-    ),
+    case(SLOW, SLOW_ORACLE),
+    case(SlowMo(Gossip(), period=3), to.on_graph(common.ring, lambda w: m.SlowMomentum(m.Mixed(w), 3, lr=1.0))),
     case(
         SlowMo(PushSum(Irregular()), period=3),
-        to.on_graph(common.slow_momentum, common.irregular, period=3, momentum=0.5, lr=1.0),
+        to.on_graph(common.irregular, lambda w: m.SlowMomentum(m.Pushed(w), 3, lr=1.0)),
     ),
     case(
         DiLoCo(period=3, outer=OuterOptimizer("SGD", lr=0.7, momentum=0.6, nesterov=True)),
-        to.with_counted_steps(local.diloco, period=3, lr=0.7, momentum=0.6),
+        to.stacked(diloco.streaming_diloco, period=3, outer=diloco.descent(0.7, 0.6, nesterov=True)),
     ),
     case(
         DiLoCo(period=3, outer=OuterOptimizer("SGD", lr=0.7, momentum=0.6), fragments=2, delay=1, mixing=0.4),
@@ -206,14 +213,11 @@ STRATEGIES: list[Case] = [
         )
         for codec, mean in CODES.items()
     ),
-    case(Sharded(SLOW), to.stacked(common.slow_momentum, period=3, momentum=0.5, lr=0.8)),
-    case(Offloaded(SLOW), to.stacked(common.slow_momentum, period=3, momentum=0.5, lr=0.8)),
-    case(NodeAverage(LocalSGD(4), period=2), to.stacked(common.local_sgd, period=2), 1, 3, 5),
-    case(
-        Streaming(OVERLAP, fragments=2),
-        to.stacked(updates.streamed_overlap, fragments=2, period=3, pull=0.6, momentum=0.7),
-    ),
-    case(Paced(LocalSGD(3), steps=(3,)), to.stacked(common.local_sgd, period=3)),
+    case(Sharded(SLOW), SLOW_ORACLE),
+    case(Offloaded(SLOW), SLOW_ORACLE),
+    case(NodeAverage(LocalSGD(4), period=2), to.machine(lambda: m.Means(2)), 1, 3, 5),
+    case(Streaming(OVERLAP, fragments=2), to.machine(lambda: m.Fragments(lambda ahead: m.Overlap(3, ahead), 3, 2))),
+    case(Paced(LocalSGD(3), steps=(3,)), to.machine(lambda: m.Means(3))),
     # Enough for eight bits.
     case(
         Budget(LocalSGD(3, codec=ErrorFeedback(Nearest(4, 8))), "1MB/step"),
@@ -221,77 +225,52 @@ STRATEGIES: list[Case] = [
         **CODED,
     ),
     # Enough for every column, so that means are exact.
-    case(Budget(AllReduce(PowerSGD(1, 0)), "1MB/step"), to.stacked(common.all_reduce), **CODED),
-    case(Probe(every=2), to.stacked(common.all_reduce)),
-    case(Gossip(), to.on_graph(common.combine_while_adapting, common.ring)),
-    case(Gossip(order="after"), to.on_graph(common.adapt_then_combine, common.ring)),
-    case(DecentLaM(momentum=0.5), to.with_own_momentum(gossip.decentlam, common.ring, momentum=0.5), *PLAIN, "bf16"),
-    case(
-        QuasiGlobal(momentum=0.5),
-        to.with_own_momentum(gossip.quasi_global, common.one_peer, momentum=0.5),
-        *PLAIN,
-        "bf16",
-    ),
-    case(
-        DoubleAveraging(momentum=0.5),
-        to.with_own_momentum(gossip.double_averaging, common.ring, momentum=0.5),
-        *PLAIN,
-        "bf16",
-    ),
-    case(
-        ExactDiffusion(momentum=0.5),
-        to.with_own_momentum(gossip.exact_diffusion, common.ring, momentum=0.5),
-        *PLAIN,
-        "bf16",
-    ),
+    case(Budget(AllReduce(PowerSGD(1, 0)), "1MB/step"), to.machine(m.MeanGradient), **CODED),
+    case(Probe(every=2), to.machine(m.MeanGradient)),
+    case(Gossip(), to.on_graph(common.ring, m.Mixed)),
+    case(Gossip(order="after"), to.on_graph(common.ring, lambda w: m.Mixed(w, after=True))),
+    with_own_momentum(DecentLaM(momentum=0.5), common.ring, m.decentlam),
+    with_own_momentum(QuasiGlobal(momentum=0.5), common.one_peer, m.quasi_global),
+    with_own_momentum(DoubleAveraging(momentum=0.5), common.ring, m.double_averaging),
+    case(ExactDiffusion(momentum=0.5), to.on_graph(common.ring, lambda w: m.ExactDiffusion(w, 0.5)), *PLAIN, "bf16"),
     case(
         NoLoCo(period=2),
-        to.on_graph(gossip.noloco, to.matching(RandomMatching()), period=2, lr=0.7, momentum=0.5, pull=0.7),
+        to.on_graph(to.matching(RandomMatching()), lambda w: m.Pairs(w, 2, lr=0.7, momentum=0.5)),
     ),
     case(
         NoLoCo(Ring(), 3, lr=0.6, momentum=0.4, pull=0.9),
-        to.on_graph(gossip.noloco, common.ring, period=3, lr=0.6, momentum=0.4, pull=0.9),
+        to.on_graph(common.ring, lambda w: m.Pairs(w, 3, lr=0.6, momentum=0.4, pull=0.9)),
     ),
     case(Choco(codec=OneBit(8)), to.choco(8, 0.3, common.ring), **CODED),
     case(ADPSGD(), to.pairs(ADPSGD()), 1, 3, 5, real=to.pairs_in_order(ADPSGD()), reproducible=False),
-    case(PushSum(), to.on_graph(common.push_sum, common.one_peer)),
-    case(PushSum(Irregular()), to.on_graph(common.push_sum, common.irregular)),
-    case(PushSum(staleness=2), to.stale_push_sum(common.one_peer, 2)),
-    case(Gossip(Periodic(), "after"), to.on_graph(common.adapt_then_combine, common.periodic(common.one_peer, 4))),
-    case(Gossip(Periodic(Ring(), 3)), to.on_graph(common.combine_while_adapting, common.periodic(common.ring, 3))),
+    case(PushSum(), to.on_graph(common.one_peer, m.Pushed)),
+    case(PushSum(Irregular()), to.on_graph(common.irregular, m.Pushed)),
+    case(PushSum(staleness=2), to.on_graph(common.one_peer, lambda w: m.Pushed(w, staleness=2))),
+    case(
+        Gossip(Periodic(), "after"), to.on_graph(common.periodic(common.one_peer, 4), lambda w: m.Mixed(w, after=True))
+    ),
+    case(Gossip(Periodic(Ring(), 3)), to.on_graph(common.periodic(common.ring, 3), m.Mixed)),
     # The other methods that take a period.
-    case(
-        DecentLaM(Periodic(Ring(), 3), momentum=0.3),
-        to.with_own_momentum(gossip.decentlam, common.periodic(common.ring, 3), momentum=0.3),
-        *PLAIN,
-        "bf16",
-    ),
-    case(
-        QuasiGlobal(Periodic(Ring(), 3), momentum=0.5),
-        to.with_own_momentum(gossip.quasi_global, common.periodic(common.ring, 3), momentum=0.5),
-        *PLAIN,
-        "bf16",
-    ),
-    case(
-        DoubleAveraging(Periodic(Ring(), 2), momentum=0.5),
-        to.with_own_momentum(gossip.double_averaging, common.periodic(common.ring, 2), momentum=0.5),
-        *PLAIN,
-        "bf16",
+    with_own_momentum(DecentLaM(Periodic(Ring(), 3), momentum=0.3), common.periodic(common.ring, 3), m.decentlam),
+    with_own_momentum(QuasiGlobal(Periodic(Ring(), 3), momentum=0.5), common.periodic(common.ring, 3), m.quasi_global),
+    with_own_momentum(
+        DoubleAveraging(Periodic(Ring(), 2), momentum=0.5), common.periodic(common.ring, 2), m.double_averaging
     ),
     # Overlap SGP, Algorithm 2: sent every third step, and received before the next.
-    case(PushSum(Periodic(every=3), staleness=2), to.stale_push_sum(common.periodic(common.one_peer, 3), 2)),
-    case(EagerPushSum(staleness=0), to.on_graph(common.push_sum, common.one_peer)),
     case(
-        EagerPushSum(Periodic(every=3), staleness=0), to.on_graph(common.push_sum, common.periodic(common.one_peer, 3))
+        PushSum(Periodic(every=3), staleness=2),
+        to.on_graph(common.periodic(common.one_peer, 3), lambda w: m.Pushed(w, staleness=2)),
     ),
-    case(LeaderSGD(3, pull=0.3), to.led(leader.lsgd, period=3, pull=0.3)),
+    case(EagerPushSum(staleness=0), to.on_graph(common.one_peer, m.Pushed)),
+    case(EagerPushSum(Periodic(every=3), staleness=0), to.on_graph(common.periodic(common.one_peer, 3), m.Pushed)),
+    case(LeaderSGD(3, pull=0.3), to.machine(lambda: m.Leader(3))),
     case(
         MultiLeaderSGD(2, pull=0.3, node_size=2, global_period=4, global_pull=0.2),
-        to.led(leader.lsgd, period=2, pull=0.3, node_size=2, global_period=4, global_pull=0.2),
+        to.machine(lambda: m.Leader(2, node_size=2, global_period=4, global_pull=0.2)),
         *(1, 3, 5),
     ),
-    case(AsyncLeaderSGD(3, pull=0.3), to.led(leader.lsgd, period=3, pull=0.3), lockstep=True),
-    case(LEADER_GRADIENT, to.led(updates.leader_gradient, pull=0.7)),
+    case(AsyncLeaderSGD(3, pull=0.3), to.machine(lambda: m.Leader(3)), lockstep=True),
+    case(LEADER_GRADIENT, to.machine(lambda: m.LeaderGradient(0.7))),
     *(case(strategy, to.quantized(strategy), **CODED) for strategy in DQ),
     case(
         SketchedSGD(0.2, columns=2, rows=3, recovery="sketch", dense_below=0),

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tests.oracles.common import Gradient
+
 Code = Callable[[Tensor], Tensor]
-Gradient = Callable[[Tensor, int], Tensor]
 Update = Callable[[Tensor, Tensor, int], Tensor]  # what an optimizer adds, from parameters, gradients and the step
 Agreed = Callable[[Tensor, int], Tensor]  # the agreed mean of all workers' rows, in the message of a step
 
@@ -175,21 +176,8 @@ class LowRank:
         return agreed
 
 
-def coded_local_sgd(
-    gradient: Gradient, x: Tensor, rates: Sequence[float], mean: Callable[[Tensor], Tensor], period: int
-) -> Tensor:
-    """Local SGD whose averages are agreed on as differences to the last one."""
-    anchor = x[0]
-    for k, rate in enumerate(rates):
-        x = x - rate * gradient(x, k)
-        if (k + 1) % period == 0:
-            anchor = anchor + mean(x - anchor)
-            x = anchor.expand_as(x)
-    return x
-
-
 def coded_local(gradient: Gradient, x: Tensor, update: Update, steps: int, mean: Agreed, *, period: int) -> Tensor:
-    """The same around every worker's own optimizer."""
+    """Local SGD whose averages are agreed on as differences to the last one."""
     anchor = x[0]
     for k in range(1, steps + 1):
         x = x + update(x, gradient(x, k - 1), k - 1)

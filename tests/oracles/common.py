@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each method once more, straight from its paper: all workers in one tensor, the worker on the leading axis.
+"""Workers' own SGD, and the mixing matrices of graphs: all workers in one tensor, the worker on the leading axis.
 
-The plain second opinion that real runs are compared to; nothing in here knows thinwire.
+Nothing in here knows thinwire.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,89 +20,18 @@ class Descent:
         self, rates: Sequence[float | Tensor], *, momentum: float = 0.0, nesterov: bool = False, decay: float = 0.0
     ) -> None:
         self.rates, self.momentum, self.nesterov, self.decay = rates, momentum, nesterov, decay
-        self.velocity: Tensor | float = 0.0
+        self.forget()
+
+    def forget(self) -> None:
+        self.velocity = torch.zeros(())
+
+    def average(self) -> None:
+        self.velocity = self.velocity.mean(0).expand_as(self.velocity)
 
     def __call__(self, x: Tensor, g: Tensor, k: int) -> Tensor:
         g = g + self.decay * x
         self.velocity = self.momentum * self.velocity + g
         return -self.rates[k] * (g + self.momentum * self.velocity if self.nesterov else self.velocity)
-
-
-def all_reduce(gradient: Gradient, x: Tensor, descend: Descent, steps: int) -> Tensor:
-    """x <- x - rate * update(mean of gradients)."""
-    for k in range(steps):
-        g = gradient(x, k).mean(0).expand_as(x)
-        x = x + descend(x, g, k)
-    return x
-
-
-def local_sgd(gradient: Gradient, x: Tensor, descend: Descent, steps: int, *, period: int) -> Tensor:
-    """Every worker by itself; all take the mean every `period` steps."""
-    for k in range(steps):
-        x = x + descend(x, gradient(x, k), k)
-        if (k + 1) % period == 0:
-            x = x.mean(0).expand_as(x)
-    return x
-
-
-def combine_while_adapting(gradient: Gradient, x: Tensor, descend: Descent, steps: int, *, mixing: Mixing) -> Tensor:
-    """D-PSGD, Algorithm 1: gradients at x, neighbours mixed into x, and the one subtracted from the other."""
-    for k in range(steps):
-        g = gradient(x, k)
-        # Weight decay belongs to the gradient, and so to x as it was.
-        x = mixing(k) @ x + descend(x, g, k)
-    return x
-
-
-def adapt_then_combine(gradient: Gradient, x: Tensor, descend: Descent, steps: int, *, mixing: Mixing) -> Tensor:
-    """D-PSGD in the other order: step first, then mix."""
-    for k in range(steps):
-        x = mixing(k) @ (x + descend(x, gradient(x, k), k))
-    return x
-
-
-def push_sum(gradient: Gradient, x: Tensor, descend: Descent, steps: int, *, mixing: Mixing) -> Tensor:
-    """SGP, Algorithm 1: numerators and weights are pushed, gradients are taken at their quotient; returns that."""
-    w = torch.ones(len(x), 1, dtype=x.dtype)
-    z = x
-    for k in range(steps):
-        x = mixing(k) @ (x + descend(z, gradient(z, k), k))
-        w = mixing(k) @ w
-        z = x / w
-    return z
-
-
-def slow_momentum(
-    gradient: Gradient,
-    x: Tensor,
-    descend: Descent,
-    steps: int,
-    *,
-    period: int,
-    momentum: float,
-    lr: float,
-    mixing: Mixing | None = None,
-    meanwhile: bool = False,
-) -> Tensor:
-    """SlowMo, Algorithm 1, over Local SGD or, with a mixing, over SGP or (meanwhile) D-PSGD.
-
-    The rate of a slow step is the mean of the round's rates.
-    """
-    anchor, slow, z = x, torch.zeros_like(x), x
-    w = torch.ones(len(x), 1, dtype=x.dtype)
-    for k in range(steps):
-        share = torch.eye(len(x), dtype=x.dtype) if mixing is None else mixing(k)
-        g = gradient(z, k)
-        x = share @ x + descend(x, g, k) if meanwhile else share @ (x + descend(z, g, k))
-        w = share @ w
-        z = x / w
-        if (k + 1) % period:
-            continue
-        rate = sum(descend.rates[k + 1 - period : k + 1]) / period
-        slow = momentum * slow + (anchor - x.sum(0) / w.sum(0)) / rate
-        anchor = anchor - lr * rate * slow
-        x, z, w = anchor, anchor, torch.ones_like(w)
-    return z
 
 
 def shares(n: int, targets: Callable[[int], set[int]], dtype: torch.dtype) -> Tensor:

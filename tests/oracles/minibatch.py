@@ -6,12 +6,12 @@ The plain second opinion that real runs are compared to; nothing in here knows t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-Gradient = Callable[[Tensor, int], Tensor]
+from tests.oracles.common import Gradient
 
 
 def minibatch(gradient: Gradient, x: Tensor, rates: Sequence[float], *, period: int) -> Tensor:

@@ -23,8 +23,7 @@ def in_turns(gradient: Gradient, x: Tensor, descend: Descent, turns: Sequence[tu
     k = 0
     for last, period in turns:
         if not period and k:
-            assert isinstance(descend.velocity, Tensor)
-            descend.velocity = descend.velocity.mean(0).expand_as(x)
+            descend.average()
         while k < last:
             g = gradient(x, k)
             x = x + descend(x, g if period else g.mean(0).expand_as(g), k)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers' own AdamW, and methods under any optimizer, straight from their papers: workers on the leading axis.
+"""Workers' own AdamW, and methods around workers' own optimizers: workers on the leading axis.
 
 The plain second opinion that real runs are compared to; nothing in here knows thinwire.
 """
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from tests.oracles.common import Gradient
-from tests.oracles.leader import Losses, best_of
 
 
 class Update(Protocol):
@@ -29,13 +28,20 @@ class AdamW:
 
     def __init__(self, rates: Sequence[float | Tensor], *, decay: float = 0.01) -> None:
         self.rates, self.decay = rates, decay
-        self.first: Tensor | float = 0.0
-        self.second: Tensor | float = 0.0
+        self.forget()
+
+    def forget(self) -> None:
+        self.first, self.second, self.steps = torch.zeros(()), torch.zeros(()), 0
+
+    def average(self) -> None:
+        self.first = self.first.mean(0).expand_as(self.first)
+        self.second = self.second.mean(0).expand_as(self.second)
 
     def __call__(self, x: Tensor, g: Tensor, k: int) -> Tensor:
+        self.steps += 1
         self.first = 0.9 * self.first + 0.1 * g
         self.second = 0.999 * self.second + 0.001 * g**2
-        first, second = self.first / (1 - 0.9 ** (k + 1)), self.second / (1 - 0.999 ** (k + 1))
+        first, second = self.first / (1 - 0.9**self.steps), self.second / (1 - 0.999**self.steps)
         return -self.rates[k] * (self.decay * x + first / (second.sqrt() + 1e-8))
 
 
@@ -46,38 +52,35 @@ def mean_of(mean: Callable[[Tensor, int], Tensor], gradient: Gradient, x: Tensor
     return x
 
 
-def leader_gradient(
-    gradient: Gradient, losses: Losses, x: Tensor, update: Update, steps: int, *, pull: float
+def weighted(
+    gradient: Gradient, x: Tensor, update: Update, steps: int, *, period: int, samples: Sequence[Tensor]
 ) -> Tensor:
-    """Leader gradient descent: the pull and the gradient, both at the same parameters."""
+    """FedAvg: means weighted by what each worker has seen since the last; who sees nothing does nothing.
+
+    Args:
+        samples: for each step, every worker's number of samples.
+    """
+    seen = torch.zeros(len(x), dtype=x.dtype)
     for k in range(steps):
-        z = x[best_of(losses(x, k).float(), range(len(x)))]
-        x = x + update(x, gradient(x, k), k) - update.rates[k] * pull * (x - z)
+        x = x + (samples[k] > 0)[:, None] * update(x, gradient(x, k), k)
+        seen = seen + samples[k]
+        if (k + 1) % period == 0:
+            x = ((seen / seen.sum()) @ x).expand_as(x)
+            seen = torch.zeros_like(seen)
     return x
 
 
-def streamed_overlap(
-    gradient: Gradient,
-    x: Tensor,
-    update: Update,
-    steps: int,
-    *,
-    fragments: int,
-    period: int,
-    pull: float,
-    momentum: float,
+def desynced_adam(
+    gradient: Gradient, x: Tensor, steps: int, *, rate: float, period: int, periods: Sequence[int]
 ) -> Tensor:
-    """Overlap Local-SGD on fragments of the vector, whose rounds begin one after another within a period."""
-    cuts = [slice(f * x.shape[1] // fragments, (f + 1) * x.shape[1] // fragments) for f in range(fragments)]
-    anchor, sent = x.mean(0), x.mean(0)
-    velocity = torch.zeros_like(anchor)
+    """DES-LOC: Adam on every worker; parameters and both moments are averaged at periods of their own."""
+    adam = AdamW([rate] * steps, decay=0.0)
     for k in range(1, steps + 1):
-        x = x + update(x, gradient(x, k - 1), k - 1)
-        for f, cut in enumerate(cuts):
-            if (k + f * period // fragments) % period:
-                continue
-            velocity[cut] = momentum * velocity[cut] + sent[cut] - anchor[cut]
-            anchor[cut] = anchor[cut] + velocity[cut]
-            x[:, cut] = (1 - pull) * x[:, cut] + pull * anchor[cut]
-            sent[cut] = x[:, cut].mean(0)
+        x = x + adam(x, gradient(x, k - 1), k - 1)
+        if k % period == 0:
+            x = x.mean(0).expand_as(x)
+        if k % periods[0] == 0:
+            adam.first = adam.first.mean(0).expand_as(x)
+        if k % periods[-1] == 0 and len(periods) > 1:
+            adam.second = adam.second.mean(0).expand_as(x)
     return x

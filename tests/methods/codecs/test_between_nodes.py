@@ -16,6 +16,7 @@ from tests.battery.runs import case, with_
 from tests.battery.test_strategies import saved_and_resumed
 from tests.grids import fast_where
 from tests.oracles import codecs as oracles
+from tests.oracles.common import Descent
 from tests.pool import run_processes
 from tests.problems import Regression, distance, flat, normal, together, train
 from tests.rules import for_each
@@ -110,10 +111,11 @@ def test_it_is_the_coded_mean_of_the_nodes_means() -> None:
     # Each node's two parts, of three blocks and of the rest, and within them the pieces of two servers.
     parts = oracles.TwoStages(oracles.signs(8), 8, [24, n - 24])
 
-    def mean(rows: Tensor) -> Tensor:
+    def mean(rows: Tensor, k: int) -> Tensor:
         return parts(rows.view(2, 2, -1).mean(1))
 
-    expected = oracles.coded_local_sgd(problem.gradient, problem.start.expand(4, -1), RATES, mean, 2)
+    start, update = problem.start.expand(4, -1), Descent(RATES)
+    expected = oracles.coded_local(problem.gradient, start, update, len(RATES), mean, period=2)
     assert distance(found, expected) < 2e-5
     assert torch.equal(found, found[:1].expand_as(found))
 

@@ -45,6 +45,11 @@ class DoubleWell:
         return x * (x.square() - 1) + self.tilt
 
 
+def starts_of(n: int, width: int = 34) -> Tensor:
+    """Points at which workers begin, all different."""
+    return torch.randn(n, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 2
+
+
 def losses_of(problem: Problem) -> Callable[[Tensor, int], Tensor]:
     """The loss of every worker at its own row of parameters."""
 

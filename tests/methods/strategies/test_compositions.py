@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
-from tests.oracles import common, compositions
-from tests.oracles.common import Mixing
-from tests.oracles.compositions import Fragments, Machine, Nodes, SlowMomentum
+from tests.oracles import common
+from tests.oracles import machines as m
+from tests.oracles.common import Descent, Mixing
+from tests.oracles.machines import Fragments, Machine, Nodes, SlowMomentum
 from tests.problems import Irregular, Quadratic, average_outside, distance, flat, quadratic
 from tests.rules import for_each
 from thinwire import (
@@ -110,13 +111,17 @@ class Case:
     tolerance: float = 1e-9
     optimizer: Make = sgd
 
+    def machine(self, n: int, ahead: int) -> Machine:
+        """The oracle, or a machine that moves as the real optimizers did."""
+        return self.oracle(n, ahead) if self.oracle else Machine()
+
 
 def ring(n: int) -> Mixing:
     return common.ring(n, DOUBLE)
 
 
 def momentum_of(rule: Callable[..., tuple[Tensor, Tensor]]) -> Oracle:
-    return lambda n, ahead: compositions.Momentum(ring(n), rule, 0.5)
+    return lambda n, ahead: m.Momentum(ring(n), rule, momentum=0.5)
 
 
 WRAPPER_NAMES = ("SlowMo", "SlowMo without averages", "DiLoCo", "Sharded", "Offloaded", "Probe")
@@ -124,160 +129,103 @@ IN_FLIGHT = {"SlowMo without averages": "own parameters do not estimate"}
 EVEN = {"SlowMo without averages": "own parameters do not estimate|needs an even number"}
 NO_PERIOD = {"Streaming": "has no period", "Probe": "neither sends gradients nor ends rounds"}
 NOT_MEASURED = {"Probe": "neither sends gradients nor ends rounds"}
+OWN_PARAMETERS = {**NOT_MEASURED, **IN_FLIGHT}
+EVERY_STEP = {**NO_PERIOD, **IN_FLIGHT}
 ONE_OUTER_STEP = dict.fromkeys(
     ("SlowMo", "SlowMo without averages", "DiLoCo", "Sharded", "Offloaded"), "outer steps cannot be nested"
 )
 GRADIENTS = {"Streaming": "has no period"}
+OUTER = {**ONE_OUTER_STEP, **NOT_MEASURED}
 EXACT = (Fp32(), ErrorFeedback(Fp32()))
 MOMENTA = {**GRADIENTS, "Probe": "does not average plain gradients at every step"}
 BASES: dict[str, list[Case]] = {
     "Local": [Case(Local(), lambda n, a: Machine(a), {"Streaming": "has no period"})],
     "LocalSGD": [
-        Case(LocalSGD(2), lambda n, a: compositions.Means(2, a)),
-        Case(LocalSGD(5), lambda n, a: compositions.Means(5, a)),
-        Case(LocalSGD(2, codec=Fp32()), lambda n, a: compositions.Means(2, a), IN_FLIGHT, tolerance=1e-6),
+        Case(LocalSGD(2), lambda n, a: m.Means(2, a)),
+        Case(LocalSGD(5), lambda n, a: m.Means(5, a)),
+        Case(LocalSGD(2, codec=Fp32()), lambda n, a: m.Means(2, a), IN_FLIGHT, tolerance=1e-6),
     ],
     "CoCoD": [
-        Case(CoCoD(2), lambda n, a: compositions.Decoupled(2, a), {**NOT_MEASURED, **IN_FLIGHT}),
-        Case(CoCoD(5), lambda n, a: compositions.Decoupled(5, a), {**NOT_MEASURED, **IN_FLIGHT}),
-        *(
-            Case(
-                CoCoD(2, codec),
-                lambda n, a: compositions.Decoupled(2, a),
-                {**NOT_MEASURED, **IN_FLIGHT},
-                tolerance=1e-6,
-            )
-            for codec in EXACT
-        ),
+        Case(CoCoD(2), lambda n, a: m.Decoupled(2, a), OWN_PARAMETERS),
+        Case(CoCoD(5), lambda n, a: m.Decoupled(5, a), OWN_PARAMETERS),
+        *(Case(CoCoD(2, codec), lambda n, a: m.Decoupled(2, a), OWN_PARAMETERS, tolerance=1e-6) for codec in EXACT),
     ],
     "OverlapLocalSGD": [
-        Case(OverlapLocalSGD(2), lambda n, a: compositions.Overlap(2, a), {**NOT_MEASURED, **IN_FLIGHT}),
-        Case(OverlapLocalSGD(5), lambda n, a: compositions.Overlap(5, a), {**NOT_MEASURED, **IN_FLIGHT}),
+        Case(OverlapLocalSGD(2), lambda n, a: m.Overlap(2, a), OWN_PARAMETERS),
+        Case(OverlapLocalSGD(5), lambda n, a: m.Overlap(5, a), OWN_PARAMETERS),
         *(
-            Case(
-                OverlapLocalSGD(2, codec=codec),
-                lambda n, a: compositions.Overlap(2, a),
-                {**NOT_MEASURED, **IN_FLIGHT},
-                tolerance=1e-6,
-            )
+            Case(OverlapLocalSGD(2, codec=codec), lambda n, a: m.Overlap(2, a), OWN_PARAMETERS, tolerance=1e-6)
             for codec in EXACT
         ),
     ],
     "EASGD": [
-        Case(
-            EASGD(2, centre_pull=0.8),
-            lambda n, a: compositions.Elastic(2, a, centre_pull=0.8),
-            {**NOT_MEASURED, **IN_FLIGHT},
-        ),
-        Case(
-            EASGD(3, momentum=0.5), lambda n, a: compositions.Elastic(3, a, momentum=0.5), {**NOT_MEASURED, **IN_FLIGHT}
-        ),
+        Case(EASGD(2, centre_pull=0.8), lambda n, a: m.Elastic(2, a, centre_pull=0.8), OWN_PARAMETERS),
+        Case(EASGD(3, momentum=0.5), lambda n, a: m.Elastic(3, a, momentum=0.5), OWN_PARAMETERS),
         *(
             Case(
                 EASGD(3, momentum=0.5, codec=codec),
-                lambda n, a: compositions.Elastic(3, a, momentum=0.5),
-                {**NOT_MEASURED, **IN_FLIGHT},
+                lambda n, a: m.Elastic(3, a, momentum=0.5),
+                OWN_PARAMETERS,
                 tolerance=1e-6,
             )
             for codec in EXACT
         ),
     ],
     "MinibatchLocalSGD": [
-        Case(MinibatchLocalSGD(2), lambda n, a: compositions.TwoRates(2, a), {**NOT_MEASURED, **IN_FLIGHT}),
-        Case(
-            MinibatchLocalSGD(2, codec=ErrorFeedback(Fp32())),
-            lambda n, a: compositions.TwoRates(2, a),
-            {**NOT_MEASURED, **IN_FLIGHT},
-            tolerance=1e-6,
-        ),
-        Case(
-            MinibatchLocalSGD(3, inner=0.0),
-            lambda n, a: compositions.TwoRates(3, a, inner=0.0),
-            {**NOT_MEASURED, **IN_FLIGHT},
-        ),
+        Case(MinibatchLocalSGD(2), lambda n, a: m.TwoRates(2, a), OWN_PARAMETERS),
+        Case(MinibatchLocalSGD(2, codec=EXACT[1]), lambda n, a: m.TwoRates(2, a), OWN_PARAMETERS, tolerance=1e-6),
+        Case(MinibatchLocalSGD(3, inner=0.0), lambda n, a: m.TwoRates(3, a, inner=0.0), OWN_PARAMETERS),
     ],
     "Gossip": [
-        Case(Gossip(), lambda n, a: compositions.Mixed(ring(n)), {**NO_PERIOD, **IN_FLIGHT}),
-        Case(Gossip(order="after"), lambda n, a: compositions.Mixed(ring(n), after=True), NO_PERIOD),
+        Case(Gossip(), lambda n, a: m.Mixed(ring(n)), EVERY_STEP),
+        Case(Gossip(order="after"), lambda n, a: m.Mixed(ring(n), after=True), NO_PERIOD),
     ],
     "PushSum": [
-        Case(PushSum(), lambda n, a: compositions.Pushed(common.one_peer(n, DOUBLE)), NO_PERIOD),
-        Case(
-            PushSum(Irregular()),
-            lambda n, a: compositions.Pushed(common.irregular(n, DOUBLE)),
-            {**NO_PERIOD, **IN_FLIGHT},
-        ),
-        Case(
-            PushSum(staleness=2),
-            lambda n, a: compositions.Pushed(common.one_peer(n, DOUBLE), staleness=2),
-            {**NO_PERIOD, **IN_FLIGHT},
-        ),
+        Case(PushSum(), lambda n, a: m.Pushed(common.one_peer(n, DOUBLE)), NO_PERIOD),
+        Case(PushSum(Irregular()), lambda n, a: m.Pushed(common.irregular(n, DOUBLE)), EVERY_STEP),
+        Case(PushSum(staleness=2), lambda n, a: m.Pushed(common.one_peer(n, DOUBLE), staleness=2), EVERY_STEP),
     ],
     "EagerPushSum": [
-        Case(
-            EagerPushSum(staleness=0),
-            lambda n, a: compositions.Pushed(common.one_peer(n, DOUBLE)),
-            {**NO_PERIOD, **IN_FLIGHT},
-        ),
-        Case(EagerPushSum(), lambda n, a: Machine(), {**NO_PERIOD, **IN_FLIGHT}, constant=True),
+        Case(EagerPushSum(staleness=0), lambda n, a: m.Pushed(common.one_peer(n, DOUBLE)), EVERY_STEP),
+        Case(EagerPushSum(), lambda n, a: Machine(), EVERY_STEP, constant=True),
     ],
-    "DecentLaM": [Case(DecentLaM(momentum=0.5), momentum_of(compositions.decentlam), NO_PERIOD)],
+    "DecentLaM": [Case(DecentLaM(momentum=0.5), momentum_of(m.decentlam), NO_PERIOD)],
     "NoLoCo": [
         Case(
             NoLoCo(Ring(), 2, lr=0.6, momentum=0.4),
-            lambda n, a: compositions.Pairs(ring(n), 2, a, lr=0.6, momentum=0.4),
-            {**NOT_MEASURED, **IN_FLIGHT},
+            lambda n, a: m.Pairs(ring(n), 2, a, lr=0.6, momentum=0.4),
+            OWN_PARAMETERS,
         )
     ],
-    "QuasiGlobal": [Case(QuasiGlobal(Ring(), momentum=0.5), momentum_of(compositions.quasi_global), NO_PERIOD)],
-    "DoubleAveraging": [Case(DoubleAveraging(momentum=0.5), momentum_of(compositions.double_averaging), NO_PERIOD)],
-    "ExactDiffusion": [
-        Case(ExactDiffusion(momentum=0.5), lambda n, a: compositions.ExactDiffusion(ring(n), 0.5), NO_PERIOD)
-    ],
+    "QuasiGlobal": [Case(QuasiGlobal(Ring(), momentum=0.5), momentum_of(m.quasi_global), NO_PERIOD)],
+    "DoubleAveraging": [Case(DoubleAveraging(momentum=0.5), momentum_of(m.double_averaging), NO_PERIOD)],
+    "ExactDiffusion": [Case(ExactDiffusion(momentum=0.5), lambda n, a: m.ExactDiffusion(ring(n), 0.5), NO_PERIOD)],
     "Choco": [
-        Case(
-            Choco(codec=Fp32(), step_size=0.7),
-            lambda n, a: compositions.PublicCopies(ring(n), 0.7),
-            {**NO_PERIOD, **IN_FLIGHT},
-            tolerance=1e-6,
-        )
+        Case(Choco(codec=Fp32(), step_size=0.7), lambda n, a: m.PublicCopies(ring(n), 0.7), EVERY_STEP, tolerance=1e-6)
     ],
-    "LeaderSGD": [
-        Case(LeaderSGD(2, pull=0.3), lambda n, a: compositions.Leader(2, a), {**NOT_MEASURED, **IN_FLIGHT}),
-    ],
+    "LeaderSGD": [Case(LeaderSGD(2, pull=0.3), lambda n, a: m.Leader(2, a), OWN_PARAMETERS)],
     "MultiLeaderSGD": [
         Case(
             MultiLeaderSGD(2, pull=0.3, node_size=1, global_period=2, global_pull=0.3),
-            lambda n, a: compositions.Leader(2, a),
-            {**NOT_MEASURED, **IN_FLIGHT},
+            lambda n, a: m.Leader(2, a),
+            OWN_PARAMETERS,
         )
     ],
-    "LeaderGradientDescent": [
-        Case(LeaderGradientDescent(pull=0.5), lambda n, a: compositions.LeaderGradient(0.5), {**NO_PERIOD, **IN_FLIGHT})
-    ],
+    "LeaderGradientDescent": [Case(LeaderGradientDescent(pull=0.5), lambda n, a: m.LeaderGradient(0.5), EVERY_STEP)],
     "AsyncLeaderSGD": [
         Case(
             AsyncLeaderSGD(2, pull=0.0),
             lambda n, a: Machine(),
-            {"Streaming": "no common schedule", **NOT_MEASURED, **IN_FLIGHT},
+            {**OWN_PARAMETERS, "Streaming": "no common schedule"},
             constant=True,
         )
     ],
-    "ADPSGD": [Case(ADPSGD(), lambda n, a: Machine(), {**NO_PERIOD, **IN_FLIGHT, **EVEN}, constant=True)],
-    "ParameterServer": [
-        Case(ParameterServer(), lambda n, a: compositions.Shared(), {**NO_PERIOD, **IN_FLIGHT}, constant=True)
-    ],
-    "AllReduce": [Case(AllReduce(), lambda n, a: compositions.MeanGradient(), GRADIENTS)],
+    "ADPSGD": [Case(ADPSGD(), lambda n, a: Machine(), {**EVERY_STEP, **EVEN}, constant=True)],
+    "ParameterServer": [Case(ParameterServer(), lambda n, a: m.Shared(), EVERY_STEP, constant=True)],
+    "AllReduce": [Case(AllReduce(), lambda n, a: m.MeanGradient(), GRADIENTS)],
     "BackupWorkers": [
-        Case(BackupWorkers(backups=0), lambda n, a: compositions.MeanGradient(), GRADIENTS),
-        Case(
-            BackupWorkers(),
-            None,
-            {
-                **GRADIENTS,
-                **dict.fromkeys(WRAPPER_NAMES, "a late worker skips steps|backups"),
-            },
-        ),
+        Case(BackupWorkers(backups=0), lambda n, a: m.MeanGradient(), GRADIENTS),
+        Case(BackupWorkers(), None, {**GRADIENTS, **dict.fromkeys(WRAPPER_NAMES, "a late worker skips steps|backups")}),
     ],
     "DQSGD": [Case(DQSGD(), None, GRADIENTS)],
     "SketchedSGD": [Case(SketchedSGD(), None, NO_PERIOD)],
@@ -287,42 +235,28 @@ BASES: dict[str, list[Case]] = {
         Case(ZeroOne(variance_steps=4, local_doubling=1000), None, {**MOMENTA, **IN_FLIGHT}, optimizer=zero_one_adam)
     ],
     "SlowMo": [
-        Case(
-            SlowMo(period=5, momentum=0.5, lr=0.9),
-            lambda n, a: SlowMomentum(Machine(a), 5),
-            {**ONE_OUTER_STEP, **NOT_MEASURED},
-        ),
+        Case(SlowMo(period=5, momentum=0.5, lr=0.9), lambda n, a: SlowMomentum(Machine(a), 5), OUTER),
         Case(
             SlowMo(PushSum(staleness=1), period=3, momentum=0.5, lr=0.9),
-            lambda n, a: SlowMomentum(compositions.Pushed(common.one_peer(n, DOUBLE), a, staleness=1), 3),
-            {**ONE_OUTER_STEP, **NOT_MEASURED},
+            lambda n, a: SlowMomentum(m.Pushed(common.one_peer(n, DOUBLE), a, staleness=1), 3),
+            OUTER,
         ),
     ],
     "DiLoCo": [
         Case(
             DiLoCo(period=5, outer=OuterOptimizer("SGD", lr=0.7)),
             lambda n, a: SlowMomentum(Machine(a), 5, momentum=0.0, lr=0.7),
-            {**ONE_OUTER_STEP, **NOT_MEASURED, "Streaming": "has its own fragments"},
+            {**OUTER, "Streaming": "has its own fragments"},
         )
     ],
-    "Sharded": [
-        Case(
-            Sharded(SlowMo(period=5, momentum=0.5, lr=0.9)),
-            lambda n, a: SlowMomentum(Machine(a), 5),
-            {**ONE_OUTER_STEP, **NOT_MEASURED},
-        )
-    ],
+    "Sharded": [Case(Sharded(SlowMo(period=5, momentum=0.5, lr=0.9)), lambda n, a: SlowMomentum(Machine(a), 5), OUTER)],
     "Offloaded": [
-        Case(
-            Offloaded(SlowMo(period=5, momentum=0.5, lr=0.9)),
-            lambda n, a: SlowMomentum(Machine(a), 5),
-            {**ONE_OUTER_STEP, **NOT_MEASURED},
-        )
+        Case(Offloaded(SlowMo(period=5, momentum=0.5, lr=0.9)), lambda n, a: SlowMomentum(Machine(a), 5), OUTER)
     ],
     "Paced": [
         Case(
             Paced(LocalSGD(2), steps=(2,)),
-            lambda n, a: compositions.Means(2, a),
+            lambda n, a: m.Means(2, a),
             dict.fromkeys(
                 (*WRAPPER_NAMES, "Streaming"),
                 "a late worker skips steps|has no period|plain means|nor ends rounds with",
@@ -333,77 +267,59 @@ BASES: dict[str, list[Case]] = {
         # With eight bits a round, a mean that is nearly exact.
         Case(
             Budget(LocalSGD(2, codec=ErrorFeedback(Nearest(block=8))), "1MB/step"),
-            lambda n, a: compositions.Means(2, a),
-            {**NOT_MEASURED, **IN_FLIGHT},
+            lambda n, a: m.Means(2, a),
+            OWN_PARAMETERS,
             tolerance=2e-2,
         )
     ],
-    "NodeAverage": [
-        Case(
-            NodeAverage(LocalSGD(4), period=2, node_size=1),
-            lambda n, a: compositions.Means(4, a),
-            NOT_MEASURED,
-        )
-    ],
+    "NodeAverage": [Case(NodeAverage(LocalSGD(4), period=2, node_size=1), lambda n, a: m.Means(4, a), NOT_MEASURED)],
     "Streaming": [
         Case(
             Streaming(OverlapLocalSGD(4), fragments=2),
-            lambda n, a: Fragments(lambda ahead: compositions.Overlap(4, ahead), 4, 2),
-            {"Streaming": "does one thing twice", **NOT_MEASURED, **IN_FLIGHT},
+            lambda n, a: Fragments(lambda ahead: m.Overlap(4, ahead), 4, 2),
+            {**OWN_PARAMETERS, "Streaming": "does one thing twice"},
         )
     ],
     "Probe": [
         Case(
             Probe(LocalSGD(2), every=3),
-            lambda n, a: compositions.Means(2, a),
+            lambda n, a: m.Means(2, a),
             {"Streaming": "its figures are sums over the whole gradient", "Probe": "neither sends gradients"},
         ),
         Case(
             Probe(AllReduce(), every=3),
-            lambda n, a: compositions.MeanGradient(),
+            lambda n, a: m.MeanGradient(),
             {"Streaming": "has no period", "Probe": "neither sends gradients"},
         ),
     ],
 }
 
 
-def slow(case: Case) -> tuple[Strategy, Oracle]:
-    oracle = case.oracle or (lambda n, a: Machine())
-    return SlowMo(case.strategy, period=5, momentum=0.5, lr=0.9), lambda n, a: SlowMomentum(oracle(n, a), 5)
+def slow(case: Case, *, exact: bool = True) -> tuple[Strategy, Oracle]:
+    strategy = SlowMo(case.strategy, period=5, momentum=0.5, lr=0.9, exact=exact)
+    return strategy, lambda n, a: SlowMomentum(case.machine(n, a), 5, exact=exact)
 
 
 def outer(case: Case) -> tuple[Strategy, Oracle]:
-    oracle = case.oracle or (lambda n, a: Machine())
     strategy = DiLoCo(case.strategy, period=5, outer=OuterOptimizer("SGD", lr=0.7))
-    return strategy, lambda n, a: SlowMomentum(oracle(n, a), 5, momentum=0.0, lr=0.7)
+    return strategy, lambda n, a: SlowMomentum(case.machine(n, a), 5, momentum=0.0, lr=0.7)
 
 
 def streamed(case: Case) -> tuple[Strategy, Oracle]:
     period = case.strategy.traits.period or 1
     count = min(2, period)
-    oracle = case.oracle or (lambda n, a: Machine())
-    return Streaming(case.strategy, fragments=count), lambda n, a: Fragments(lambda a: oracle(n, a), period, count)
-
-
-def probed(case: Case) -> tuple[Strategy, Oracle]:
-    return Probe(case.strategy, every=2), case.oracle or (lambda n, a: Machine())
-
-
-def slow_alone(case: Case) -> tuple[Strategy, Oracle]:
-    oracle = case.oracle or (lambda n, a: Machine())
-    strategy = SlowMo(case.strategy, period=5, momentum=0.5, lr=0.9, exact=False)
-    return strategy, lambda n, a: SlowMomentum(oracle(n, a), 5, exact=False)
+    return Streaming(case.strategy, count), lambda n, a: Fragments(lambda a: case.machine(n, a), period, count)
 
 
 # A new wrapper is one line here, and its reasons to refuse bases are in the table above.
 WRAPPERS: dict[str, Callable[[Case], tuple[Strategy, Oracle]]] = {
     "SlowMo": slow,
-    "SlowMo without averages": slow_alone,
+    "SlowMo without averages": lambda case: slow(case, exact=False),
     "DiLoCo": outer,
     "Sharded": lambda case: (Sharded(slow(case)[0]), slow(case)[1]),
     "Offloaded": lambda case: (Offloaded(slow(case)[0]), slow(case)[1]),
     "Streaming": streamed,
-    "Probe": probed,
+    "Probe": lambda case: (Probe(case.strategy, every=2), case.machine),
 }
 CASES = [(wrapper, case) for wrapper in WRAPPERS for cases in BASES.values() for case in cases]
 
@@ -470,22 +386,16 @@ def real(n: int, strategy: Strategy, case: Case, **settings: Any) -> tuple[Tenso
 
 
 def stacked(
-    machine: Machine,
-    problem: Quadratic,
-    n: int,
-    moves: Tensor | None = None,
-    starts: Tensor | None = None,
+    machine: Machine, problem: Quadratic, n: int, moves: Tensor | None = None, starts: Tensor | None = None
 ) -> Tensor:
     """The oracle's parameters after every step."""
+
+    def losses(x: Tensor, k: int) -> Tensor:
+        return torch.stack([problem.loss(x[i].clone, i, k) for i in range(n)])
+
     x = problem.start.expand(n, -1) if starts is None else starts
-    machine.start(x)
-    seen = list[Tensor]()
-    for k in range(STEPS):
-        g = machine.exchanged(problem.gradient(x, k))
-        losses = torch.stack([problem.loss(x[i].clone, i, k) for i in range(n)]).float()
-        x = machine.step(x, -RATES[k] * g if moves is None else moves[k], RATES[k], losses)
-        seen.append(x)
-    return torch.stack(seen)
+    update = Descent(RATES) if moves is None else lambda x, g, k: moves[k]
+    return m.path(machine, problem.gradient, x, update, RATES, losses)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import thinwire
-from tests.methods.strategies.leader_runs import DoubleWell, begin, go_on, together, train
+from tests.methods.strategies.leader_runs import DoubleWell, begin, go_on, starts_of, together, train
 from tests.oracles.common import Descent
-from tests.oracles.leader import eamsgd, easgd, starts_of
+from tests.oracles.machines import Elastic, path
 from tests.problems import Regression, average_outside, distance, flat
 from tests.rules import refusals
 from thinwire import Comm, ConfigError, run_threads
@@ -28,42 +28,25 @@ FORMS: list[dict[str, Any]] = [
 ]
 
 
-def workers_and_centre(
-    comm: Comm | None, strategy: EASGD, problem: Any, starts: Tensor | None, rates: list[float], **settings: Any
-) -> tuple[list[float], list[float]]:
-    """Where a worker is and what is shipped, after training."""
-    worker = train(comm, strategy, problem, rates, starts=starts, **settings)
-    with worker.consensus() as model:
-        shipped = flat(model)
-    (r,) = worker.replicas
-    return r.state.get("position", r.x).tolist(), shipped.tolist()
-
-
-def stacked(rows: list[tuple[list[float], list[float]]]) -> tuple[Tensor, Tensor]:
-    for _, centre in rows:
-        assert centre == rows[0][1]
-    return torch.tensor([x for x, _ in rows], dtype=DOUBLE), torch.tensor(rows[0][1], dtype=DOUBLE)
-
-
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_elastic_averaging_equals_its_oracle(form: dict[str, Any], n: int) -> None:
-    problem, starts, settings = Regression(n, STEPS, DOUBLE), starts_of(n), {"momentum": 0.5}
-    found = stacked(run_threads(n, lambda c: workers_and_centre(c, EASGD(**form), problem, starts, RATES, **settings)))
-    expected = easgd(problem.gradient, starts, Descent(RATES, **settings), STEPS, **form)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert distance(ours, theirs) < 1e-12
-
-
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_with_momentum_it_equals_the_oracle_that_looks_ahead(form: dict[str, Any], n: int) -> None:
+@pytest.mark.parametrize(("own", "momentum"), [(0.5, 0.0), (0.0, 0.8)], ids=["EASGD", "EAMSGD"])
+def test_workers_and_centre_equal_their_oracle(form: dict[str, Any], n: int, own: float, momentum: float) -> None:
     problem, starts = Regression(n, STEPS, DOUBLE), starts_of(n)
-    strategy = EASGD(**form, momentum=0.8)
-    found = stacked(run_threads(n, lambda c: workers_and_centre(c, strategy, problem, starts, RATES)))
-    expected = eamsgd(problem.gradient, starts, RATES, **form, momentum=0.8)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert distance(ours, theirs) < 1e-12
+
+    def body(comm: Comm) -> tuple[Tensor, Tensor]:
+        worker = train(comm, EASGD(**form, momentum=momentum), problem, RATES, starts=starts, momentum=own)
+        with worker.consensus() as model:
+            shipped = flat(model)
+        (r,) = worker.replicas
+        return r.state.get("position", r.x), shipped
+
+    found, shipped = (torch.stack(each) for each in zip(*run_threads(n, body), strict=True))
+    machine = Elastic(**form, momentum=momentum)
+    path(machine, problem.gradient, starts, Descent(RATES, momentum=own), RATES)
+    assert distance(found, machine.position) < 1e-12
+    assert torch.equal(shipped, shipped[:1].expand_as(shipped))
+    assert distance(shipped[0], machine.centre) < 1e-12
 
 
 def test_the_paper_s_pull_is_divided_by_the_number_of_workers() -> None:

@@ -10,11 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.methods.strategies.leader_runs import DoubleWell, begin, go_on, losses_of, together
-from tests.oracles.leader import starts_of
+from tests.methods.strategies.leader_runs import DoubleWell, begin, go_on, losses_of, starts_of, together
 from tests.pool import run_processes
 from tests.problems import Regression, flat
-from tests.rules import refusals
 from thinwire import Comm, CommTimeoutError, Local, run_threads
 from thinwire.asynchronous.async_leader import AsyncLeaderSGD
 from thinwire.methods.strategies.leader.leader import LeaderSGD
@@ -184,8 +182,3 @@ def test_a_round_sends_the_leader_once_and_a_step_two_messages() -> None:
     for rank, messages in ((0, 3 * 8), (1, 8)):
         run = DryRun(AsyncLeaderSGD(period=8), [840], workers=4, rank=rank, dtype=torch.float32, bucket_bytes=1)
         assert sum(run.step().sent for _ in range(16)) == 2 * (3 / 4 * 4 * 840 + 8) + 16 * messages
-
-
-test_recipes_that_cannot_work_are_refused = refusals(
-    [({"period": 0}, "period=0"), ({"pull": 1.1}, r"pull=1.1: must lie in")], lambda words: AsyncLeaderSGD(**words)
-)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import thinwire
-from tests.methods.strategies.leader_runs import DoubleWell, begin, go_on, losses_of, together, train
+from tests.methods.strategies.leader_runs import DoubleWell, begin, go_on, losses_of, starts_of, together, train
 from tests.oracles.common import Descent
-from tests.oracles.leader import lsgd, starts_of
+from tests.oracles.machines import Leader, path
 from tests.problems import Regression, distance, flat, quadratic
 from tests.rules import for_each, refusals
 from thinwire import Comm, ConfigError, CountingComm, Local, Replica, run_threads
@@ -101,19 +101,12 @@ def test_a_worker_whose_loss_is_nan_never_leads() -> None:
     def loss_of(rank: int, step: int, loss: Tensor) -> Tensor | float:
         return NAN if rank == 0 else loss
 
-    expected = lsgd(
-        well.gradient,
-        lambda x, k: torch.cat([torch.tensor([INF], dtype=DOUBLE), losses_of(well)(x, k)[1:]]),
-        starts,
-        Descent(RATES),
-        STEPS,
-        period=2,
-        pull=0.4,
-    )
-    assert (
-        distance(together(3, LeaderSGD(period=2, pull=0.4), well, RATES, starts=starts, reported=loss_of), expected)
-        < 1e-12
-    )
+    def losses(x: Tensor, k: int) -> Tensor:
+        return torch.cat([torch.tensor([INF], dtype=DOUBLE), losses_of(well)(x, k)[1:]])
+
+    expected = path(Leader(2, pull=0.4), well.gradient, starts, Descent(RATES), RATES, losses)[-1]
+    found = together(3, LeaderSGD(period=2, pull=0.4), well, RATES, starts=starts, reported=loss_of)
+    assert distance(found, expected) < 1e-12
 
 
 def test_if_no_loss_is_finite_nobody_is_pulled_and_there_is_one_warning() -> None:

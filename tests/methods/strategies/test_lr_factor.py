@@ -65,6 +65,8 @@ RECIPES: list[tuple[str, float]] = [
     ("DiLoCo(period=4, outer=OuterOptimizer('SGD', lr=0.7, momentum=0.5), fragments=2, mixing=0.5)", 1.4 / 1.2),
     ("DiLoCo(period=4, outer=OuterOptimizer('SGD', lr=1.0), fragments=2, delay=1, mixing=0.5)", 0.875),
     ("OverlapLocalSGD(period=4)", 0.4 / 0.58),
+    ("OverlapLocalSGD(period=4, pull=0.2)", 0.8 / 0.86),
+    ("OverlapLocalSGD(period=4, momentum=0.9)", 0.4 / 0.46),
     ("OverlapLocalSGD(period=4, compensate=True)", 1.0),
     ("Streaming(OverlapLocalSGD(period=4), fragments=2)", 0.4 / 0.58),
     ("Gossip()", 1.0),

@@ -10,7 +10,7 @@ from torch import Tensor
 import thinwire
 from tests.elastic.fleets import Kill, run_fleet, survivors
 from tests.engine import attach, momentum
-from tests.oracles.local import desynced_adam
+from tests.oracles.updates import desynced_adam
 from tests.problems import Regression, distance, flat
 from thinwire import Comm, DiLoCo, LocalSGD, OuterOptimizer, Strategy
 from thinwire.errors import ConfigError

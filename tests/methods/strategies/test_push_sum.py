@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -15,9 +16,9 @@ import thinwire
 from tests.engine import attach, batches, steps
 from tests.grids import fast_where
 from tests.methods.strategies.async_runs import Lopsided, StepByStep
-from tests.oracles import common as oracles
-from tests.oracles.common import Descent
-from tests.oracles.push_sum import overlap_push_sum, seldom_overlap_push_sum
+from tests.oracles import common
+from tests.oracles.common import Descent, Mixing
+from tests.oracles.machines import Pushed, path
 from tests.problems import (
     Irregular,
     Quadratic,
@@ -29,18 +30,23 @@ from tests.problems import (
     scattered,
     together,
     train,
+    watched,
 )
 from tests.rules import for_each, refusals
 from thinwire import (
     Comm,
     CommTimeoutError,
     Complete,
+    ConfigError,
+    Gossip,
     Hypercube,
     OnePeerExponential,
     Periodic,
     PushSum,
     Replica,
     Ring,
+    SlowMo,
+    Strategy,
     Topology,
     parse,
 )
@@ -51,8 +57,12 @@ from thinwire.methods.topology.exact_weights import exact_weights
 from thinwire.planning.plan.card import explain
 
 SINGLE, DOUBLE = torch.float32, torch.float64
-GRAPHS = {"one_peer": OnePeerExponential(), "ring": Ring(), "irregular": Irregular()}
-MIXINGS = {"one_peer": oracles.one_peer, "ring": oracles.ring, "irregular": oracles.irregular}
+GRAPHS: dict[Topology, Callable[[int, torch.dtype], Mixing]] = {
+    OnePeerExponential(): common.one_peer,
+    Ring(): common.ring,
+    Irregular(): common.irregular,
+    Periodic(Irregular(), 2): common.periodic(common.irregular, 2),
+}
 SETTINGS = {
     "nesterov": {"momentum": 0.8, "nesterov": True},
     "decay": {"weight_decay": 0.1},
@@ -80,42 +90,39 @@ def in_flight(replicas: list[Replica], strategy: PushSum) -> tuple[Tensor, Tenso
 
 
 @pytest.mark.parametrize("staleness", fast_where(lambda each: each in (0, 2), [0, 1, 2, 4]))
-@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("graph", GRAPHS, ids=str)
 @pytest.mark.parametrize("n", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 5)), 4])
-def test_overlap_equals_its_oracle_at_any_staleness(staleness: int, graph: str, n: int) -> None:
+def test_overlap_equals_its_oracle_at_any_staleness(staleness: int, graph: Topology, n: int) -> None:
     problem = Regression(n, 14, DOUBLE)
     rates = [0.01] * 7 + [0.02] * 7
     for settings in SETTINGS.values():
-        real = together(n, PushSum(GRAPHS[graph], staleness), problem, rates, **settings)
-        wanted = expected(problem, n, rates, settings, mixing=MIXINGS[graph](n, DOUBLE), staleness=staleness)
-        assert distance(real, wanted) < 1e-12
+        real = together(n, PushSum(graph, staleness), problem, rates, **settings)
+        machine = Pushed(GRAPHS[graph](n, DOUBLE), staleness=staleness)
+        assert distance(real, expected(machine, problem, n, rates, **settings)) < 1e-12
 
 
 def expected(
-    problem: Regression | Quadratic, n: int, rates: list[float], settings: dict[str, Any], **how: Any
+    machine: Pushed,
+    problem: Regression | Quadratic,
+    n: int,
+    rates: list[float],
+    *,
+    weight_decay: float = 0.0,
+    **more: Any,
 ) -> Tensor:
-    descend = Descent(rates, **{{"weight_decay": "decay"}.get(name, name): value for name, value in settings.items()})
-    return overlap_push_sum(problem.gradient, problem.start.expand(n, -1), descend, len(rates), **how)
-
-
-@pytest.mark.parametrize("tau", fast_where(lambda tau: tau == 3, [1, 2, 3]))
-@pytest.mark.parametrize("graph", GRAPHS)
-def test_sending_at_every_tau_th_step_equals_algorithm_2(tau: int, graph: str) -> None:
-    n, rates = 4, [0.01] * 7 + [0.02] * 7
-    problem, strategy = Regression(n, 14, DOUBLE), PushSum(Periodic(GRAPHS[graph], tau), staleness=tau)
-    start, descend = problem.start.expand(n, -1), Descent(rates, momentum=0.9)
-    mixing = MIXINGS[graph](n, DOUBLE)
-    wanted = seldom_overlap_push_sum(problem.gradient, start, descend, 14, mixing=mixing, tau=tau)
-    assert distance(together(n, strategy, problem, rates, momentum=0.9), wanted) < 1e-12
+    descend = Descent(rates, decay=weight_decay, **more)
+    return path(machine, problem.gradient, problem.start.expand(n, -1), descend, rates)[-1]
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_the_ablation_is_the_paper_s_method_without_its_weights(staleness: int) -> None:
     problem = Regression(3, 12, DOUBLE)
     real = together(3, PushSum(Irregular(), staleness, biased=True), problem, [0.1] * 12)
-    how: dict[str, Any] = {"mixing": oracles.irregular(3, DOUBLE), "staleness": staleness}
-    assert distance(real, expected(problem, 3, [0.1] * 12, {}, **how, biased=True)) < 1e-12
-    assert distance(real, expected(problem, 3, [0.1] * 12, {}, **how)) > 1e-2
+    biased, plain = (
+        Pushed(common.irregular(3, DOUBLE), staleness=staleness, biased=biased) for biased in (True, False)
+    )
+    assert distance(real, expected(biased, problem, 3, [0.1] * 12)) < 1e-12
+    assert distance(real, expected(plain, problem, 3, [0.1] * 12)) > 1e-2
 
 
 def test_by_default_push_sum_waits_and_is_not_biased() -> None:
@@ -206,6 +213,21 @@ def test_half_precision_is_mixed_in_single() -> None:
         assert torch.allclose(r.x.float(), x.float().mean(0), rtol=2**-8, atol=1e-5)
 
 
+@pytest.mark.parametrize("n", [2, 3, 5, 8])
+def test_one_peer_weights_stay_exactly_one(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = quadratic(n, DOUBLE)
+    without = together(n, PushSum(), problem, [0.1] * 9)
+    monkeypatch.setattr(PushSum, "_weightless", lambda self, r: False)
+    assert (watched(n, PushSum(), problem, [0.1] * 9, weight_of) == 1).all()
+    assert distance(together(n, PushSum(), problem, [0.1] * 9), without) < 1e-14
+
+
+@pytest.mark.parametrize("topology", [OnePeerExponential(), Ring(), Complete()])
+def test_on_a_regular_graph_no_weight_is_kept(topology: Topology) -> None:
+    workers = thinwire.run_threads(3, lambda c: train(c, PushSum(topology), quadratic(3, DOUBLE), [0.1]))
+    assert all(not each.replicas[0].state for each in workers)
+
+
 # -- which worker waits ------------------------------------------------------------------------------------------------
 
 
@@ -267,10 +289,8 @@ def test_the_consensus_includes_what_is_in_flight_and_changes_nothing(strategy: 
 
 def overlap_total(strategy: PushSum) -> Tensor:
     """A quarter of all mass after seven steps."""
-    problem = quadratic(4, DOUBLE)
-    graph = next(name for name, topology in GRAPHS.items() if topology == strategy.topology)
-    how: dict[str, Any] = {"mixing": MIXINGS[graph](4, DOUBLE), "staleness": strategy.staleness}
-    return expected(problem, 4, [0.1] * 7, {}, **how, averaged=[7])[0]
+    machine = Pushed(GRAPHS[strategy.topology](4, DOUBLE), staleness=strategy.staleness)
+    return machine.average(expected(machine, quadratic(4, DOUBLE), 4, [0.1] * 7))[0]
 
 
 def test_the_ablation_s_consensus_is_the_mean_of_what_workers_train_at() -> None:
@@ -376,9 +396,14 @@ test_recipes_that_cannot_work_are_refused_with_the_reason = refusals(
         (lambda: PushSum(biased=1), r"biased must be True or False"),  # pyright: ignore[reportArgumentType]
         (lambda: PushSum(Hollow(), 1).check(4), r"Hollow\(\).*keeps and sends 0.8 of its vector"),
         (lambda: PushSum(Pairs(), 1).check(4), r"Pairs\(\).*no message travels from rank 0 to rank 2"),
-        (lambda: PushSum(Hypercube(), 1).check(3), r"Hypercube\(\) with 3 workers: needs a power of two"),
     ]
 )
+
+
+@for_each([Gossip(Hypercube()), PushSum(Hypercube()), SlowMo(PushSum(Hypercube()))])
+def test_a_graph_that_does_not_exist_is_refused_before_training(strategy: Strategy) -> None:
+    with pytest.raises(ConfigError, match=r"Hypercube\(\) with 3 workers: needs a power of two\. Use 2 or 4"):
+        together(3, strategy, quadratic(3, DOUBLE), [0.1])
 
 
 def test_a_doubly_stochastic_graph_is_mixed_without_weights_and_without_drift() -> None:

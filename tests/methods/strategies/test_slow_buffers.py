@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -16,8 +16,9 @@ import thinwire
 from tests import engine
 from tests.grids import fast_where
 from tests.methods.strategies.local_runs import Make, adamw, ended, sent, sgd
-from tests.oracles import common as oracles
-from tests.oracles import local as oracles_local
+from tests.oracles.common import Descent, Mixing, one_peer
+from tests.oracles.machines import Machine, Pushed, SlowMomentum, path
+from tests.oracles.updates import AdamW
 from tests.problems import Regression, distance
 from tests.rules import for_each
 from thinwire import Comm, ConfigError, Local, LocalSGD, PushSum, SlowMo
@@ -29,16 +30,27 @@ from thinwire.methods.optimizers.one_bit_adam import OneBitAdam
 DOUBLE = torch.float64
 STEPS = 16
 SLOW: dict[str, Any] = {"period": 4, "momentum": 0.6, "lr": 0.9}
-WORKERS: dict[str, tuple[Make, Any]] = {
-    "momentum": (sgd(0.05), partial(oracles_local.Momentum, 0.05)),
-    "adamw": (adamw(0.01), partial(oracles_local.Adam, 0.01)),
+RATES = [0.05] * STEPS
+WORKERS: dict[str, tuple[Make, Callable[[], Descent | AdamW]]] = {
+    "momentum": (sgd(0.05), lambda: Descent(RATES, momentum=0.9)),
+    "adamw": (adamw(0.05), lambda: AdamW(RATES)),
 }
 
 
-def expected(n: int, worker: str, **settings: Any) -> Tensor:
-    problem = Regression(n, STEPS, DOUBLE)
-    start = problem.start.expand(n, -1)
-    return oracles_local.slow_momentum(problem.gradient, start, WORKERS[worker][1](), STEPS, **SLOW, **settings)
+def expected(
+    n: int, worker: str, *, buffers: str = "maintain", mixing: Mixing | None = None, exact: bool = True
+) -> Tensor:
+    problem, own = Regression(n, STEPS, DOUBLE), WORKERS[worker][1]()
+
+    def update(x: Tensor, g: Tensor, k: int) -> Tensor:
+        if k % SLOW["period"] == 0 and buffers == "reset":
+            own.forget()
+        if k % SLOW["period"] == 0 and k and buffers == "average":
+            own.average()
+        return own(x, g, k)
+
+    machine = SlowMomentum(Pushed(mixing) if mixing else Machine(), **SLOW, exact=exact)
+    return path(machine, problem.gradient, problem.start.expand(n, -1), update, RATES)[-1]
 
 
 @pytest.mark.parametrize("worker", WORKERS)
@@ -48,7 +60,7 @@ def expected(n: int, worker: str, **settings: Any) -> Tensor:
 )
 def test_each_treatment_of_the_optimizer_s_state_equals_its_oracle(worker: str, buffers: Any, gossiping: bool) -> None:
     base = PushSum() if gossiping else Local()
-    mixing = oracles.one_peer(3, DOUBLE) if gossiping else None
+    mixing = one_peer(3, DOUBLE) if gossiping else None
     strategy = SlowMo(base, buffers=buffers, **SLOW)
     real = ended(3, strategy, Regression(3, STEPS, DOUBLE), STEPS, WORKERS[worker][0])
     assert distance(real, expected(3, worker, buffers=buffers, mixing=mixing)) < 1e-12
@@ -79,7 +91,7 @@ def test_push_sum_without_averages_equals_its_oracle_and_sends_no_more_than_push
     strategy = SlowMo(PushSum(), exact=False, **SLOW)
     problem = Regression(4, STEPS, DOUBLE)
     real = ended(4, strategy, problem, STEPS, sgd(0.05))
-    assert distance(real, expected(4, "momentum", exact=False, mixing=oracles.one_peer(4, DOUBLE))) < 1e-12
+    assert distance(real, expected(4, "momentum", exact=False, mixing=one_peer(4, DOUBLE))) < 1e-12
     assert sent(4, strategy, problem, STEPS, sgd()) == sent(4, PushSum(), problem, STEPS, sgd())
 
 

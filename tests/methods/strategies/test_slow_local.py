@@ -3,34 +3,29 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 import thinwire
 from tests.methods.strategies.local_runs import begin, ended, go_on, sent, sgd
-from tests.oracles import local as oracles_local
-from tests.oracles.local import Momentum
+from tests.oracles import updates
+from tests.oracles.common import Descent
+from tests.oracles.machines import Means, Nodes, path
 from tests.problems import Regression, distance, flat, quadratic, watched
 from tests.rules import refusals
 from thinwire import (
     AllReduce,
     Comm,
     ConfigError,
-    DiLoCo,
     Fp32,
     Local,
     LocalSGD,
     NodeAverage,
-    OuterOptimizer,
     OverlapLocalSGD,
     Probe,
     PushSum,
-    Sharded,
     SlowMo,
-    Strategy,
     Streaming,
     Worker,
 )
@@ -42,18 +37,10 @@ NODES = NodeAverage(LocalSGD(6), period=2, node_size=2)
 WEIGHTED = LocalSGD(period=4, weights="samples")
 
 
-def in_nodes(n: int, node_size: int, **settings: Any) -> Tensor:
-    problem = Regression(n, STEPS, DOUBLE)
-    return oracles_local.in_nodes(
-        problem.gradient,
-        problem.start.expand(n, -1),
-        Momentum(0.05),
-        STEPS,
-        period=2,
-        node_size=node_size,
-        global_period=6,
-        **settings,
-    )
+def in_nodes(n: int, node_size: int, warmup: int = 0) -> Tensor:
+    problem, rates = Regression(n, STEPS, DOUBLE), [0.05] * STEPS
+    machine, start = Nodes(Means(6, warmup=warmup), 2, 6, node_size), problem.start.expand(n, -1)
+    return path(machine, problem.gradient, start, Descent(rates, momentum=0.9), rates)[-1]
 
 
 @pytest.mark.parametrize(("n", "node_size"), [(4, 2), (6, 3), (4, 4), (8, 2), (6, 2)])
@@ -61,21 +48,6 @@ def test_nodes_average_every_period_and_all_workers_every_global_period(n: int, 
     strategy = NodeAverage(LocalSGD(6), period=2, node_size=node_size)
     real = ended(n, strategy, Regression(n, STEPS, DOUBLE), STEPS, sgd(0.05))
     assert distance(real, in_nodes(n, node_size)) < 1e-12
-
-
-@pytest.mark.parametrize(
-    ("base", "outer"),
-    [
-        (SlowMo(period=6, momentum=0.6), oracles_local.Momentum(1.0, 0.6)),
-        (DiLoCo(period=6, outer=OuterOptimizer("SGD", lr=0.7, momentum=0.9)), oracles_local.Momentum(0.7, 0.9)),
-        (Sharded(DiLoCo(LocalSGD(6), period=6, outer=OuterOptimizer("AdamW", lr=0.05))), oracles_local.Adam(0.05)),
-    ],
-    ids=lambda value: str(value) if isinstance(value, Strategy) else type(value).__name__,
-)
-def test_nodes_average_between_outer_steps_too(base: Strategy, outer: Any) -> None:
-    real = ended(4, NodeAverage(base, period=2), Regression(4, STEPS, DOUBLE), STEPS, sgd(0.05))
-    outer.forget()
-    assert distance(real, in_nodes(4, 2, outer=outer)) < 1e-12
 
 
 def test_nodes_do_not_average_again_during_the_warm_up() -> None:
@@ -119,16 +91,16 @@ def record_samples(worker: Worker, step: int) -> None:
         worker.optimizer.zero_grad()
 
 
-def weighted(n: int) -> Tensor:
-    problem = Regression(n, STEPS, DOUBLE)
-    start = problem.start.expand(n, -1)
-    return oracles_local.weighted(problem.gradient, start, Momentum(0.05, 0.0), STEPS, period=4, samples=samples_of(n))
+def weighted(problem: Regression, samples: list[Tensor]) -> Tensor:
+    start, update = problem.start.expand(problem.size, -1), Descent([0.05] * problem.steps)
+    return updates.weighted(problem.gradient, start, update, problem.steps, period=4, samples=samples)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_workers_are_weighted_by_samples_since_the_last_average(n: int) -> None:
-    real = ended(n, WEIGHTED, Regression(n, STEPS, DOUBLE), STEPS, sgd(0.05, 0.0), before_step=record_samples)
-    assert distance(real, weighted(n)) < 1e-11
+    problem = Regression(n, STEPS, DOUBLE)
+    real = ended(n, WEIGHTED, problem, STEPS, sgd(0.05, 0.0), before_step=record_samples)
+    assert distance(real, weighted(problem, samples_of(n))) < 1e-11
 
 
 def test_weights_need_no_message_of_their_own() -> None:
@@ -148,9 +120,7 @@ def test_a_rank_that_runs_out_of_data_keeps_its_weight() -> None:
         return flat(worker.model)
 
     seen = [torch.tensor([float(step < length) for length in lengths], dtype=DOUBLE) for step in range(8)]
-    start = problem.start.expand(3, -1)
-    oracle = oracles_local.weighted(problem.gradient, start, Momentum(0.05, 0.0), 8, period=4, samples=seen)
-    assert distance(torch.stack(thinwire.run_threads(3, body)), oracle) < 1e-11
+    assert distance(torch.stack(thinwire.run_threads(3, body)), weighted(problem, seen)) < 1e-11
 
 
 def test_weights_reach_slow_momentum_and_consensus() -> None:
@@ -186,10 +156,8 @@ def test_weighted_nodes_average_by_their_ranks_samples() -> None:
     real = ended(4, strategy, problem, 2, sgd(0.05), before_step=record)
     wanted = torch.stack([(apart[0] + 2 * apart[1]) / 3] * 2 + [(3 * apart[2] + 4 * apart[3]) / 7] * 2)
     assert distance(real, wanted) < 1e-11
-    assert torch.equal(
-        ended(4, strategy, problem, 4, sgd(0.05), before_step=record)[0:1].expand(4, -1),
-        ended(4, strategy, problem, 4, sgd(0.05), before_step=record),
-    )
+    whole = ended(4, strategy, problem, 4, sgd(0.05), before_step=record)
+    assert torch.equal(whole, whole[:1].expand_as(whole))
 
 
 @pytest.mark.parametrize("n", [2, 4])

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import sys
+from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import thinwire
-from tests.methods.strategies.local_runs import Make, adamw, ended, run, sgd
-from tests.oracles import local as oracles_local
-from tests.oracles.local import Adam, Momentum
+from tests.methods.strategies.local_runs import ended, run, sgd
+from tests.oracles.common import Descent
+from tests.oracles.diloco import Rule, streaming_diloco
+from tests.oracles.updates import AdamW
 from tests.problems import Regression, distance
 from tests.rules import for_each, refusals
 from thinwire import Comm, ConfigError, DiLoCo, Local, LocalSGD, Offloaded, Sharded, SlowMo, Strategy, Streaming
@@ -28,7 +29,6 @@ from thinwire.methods.strategies.local.outer_step import OuterStep
 DOUBLE = torch.float64
 STEPS = 20
 DILOCO = DiLoCo(period=5)
-BLOCK = DiLoCo(period=5, outer=OuterOptimizer("SGD", lr=0.9, momentum=0.6, nesterov=True))
 SERVER = DiLoCo(period=5, outer=OuterOptimizer("AdamW", lr=0.05, betas=(0.9, 0.999), weight_decay=0.01))
 
 LAMB = OuterOptimizer("thinwire.methods.optimizers:Lamb", lr=0.1)
@@ -46,28 +46,16 @@ def untrue(parameters: list[torch.nn.Parameter], lr: float) -> Optimizer:
     return parameters  # type: ignore[return-value]
 
 
-def case(strategy: DiLoCo) -> tuple[Make, Any]:
-    """The workers' optimizer, and the oracle."""
-    return {
-        DILOCO: (adamw(0.01), lambda *a: oracles_local.diloco(*a, Adam(0.01), STEPS, period=5, lr=0.7, momentum=0.9)),
-        BLOCK: (
-            sgd(0.05),
-            lambda *a: oracles_local.block_momentum(*a, Momentum(0.05), STEPS, period=5, momentum=0.6, rate=0.9)[0],
-        ),
-        SERVER: (
-            sgd(0.05, 0.0),
-            lambda *a: oracles_local.federated_adam(*a, Momentum(0.05, 0.0), STEPS, period=5, outer=Adam(0.05)),
-        ),
-    }[strategy]
-
-
-@pytest.mark.parametrize("strategy", [DILOCO, BLOCK, SERVER], ids=["diloco", "bmuf", "federated adam"])
 @pytest.mark.parametrize("n", [1, 3, 4])
-def test_known_methods_are_outer_optimizers(strategy: DiLoCo, n: int) -> None:
-    make, oracle = case(strategy)
+def test_rounds_whose_mean_change_is_the_gradient_of_adam_are_federated_adam(n: int) -> None:
+    def outer() -> Rule:
+        adam, counts = AdamW([0.05] * STEPS), count()
+        return lambda point, gradient: point + adam(point, gradient, next(counts))
+
     problem = Regression(n, STEPS, DOUBLE)
-    real = ended(n, strategy, problem, STEPS, make)
-    assert distance(real, oracle(problem.gradient, problem.start.expand(n, -1))) < 1e-12
+    start, update = problem.start.expand(n, -1), Descent([0.05] * STEPS)
+    expected = streaming_diloco(problem.gradient, start, update, STEPS, period=5, outer=outer)
+    assert distance(ended(n, SERVER, problem, STEPS, sgd(0.05, 0.0)), expected) < 1e-12
 
 
 def test_the_outer_optimizer_s_state_is_part_of_the_strategy_s() -> None:

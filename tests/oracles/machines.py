@@ -2,20 +2,56 @@
 """Methods as machines that another method can drive: all workers in one tensor, a worker in each row.
 
 A machine is given where its workers' parameters are, `x`, and what their optimizers add to them there, `move`; it knows
-the method's equations, from the paper, and what beginning anew at a common point means. `SlowMomentum` drives any of
-them, and `Fragments` one for each part of the vector. Nothing in here knows thinwire.
+the method's equations, from the paper, and what beginning anew at a common point means. `path` drives one by itself,
+`SlowMomentum` drives any of them, and `Fragments` one for each part of the vector. Nothing in here knows thinwire.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.oracles.common import Mixing
-from tests.oracles.leader import best_of
+from tests.oracles.common import Gradient, Mixing
+
+Losses = Callable[[], Tensor]
+"""Every worker's loss at its parameters."""
+
+
+def path(
+    machine: Machine,
+    gradient: Gradient,
+    x: Tensor,
+    update: Callable[[Tensor, Tensor, int], Tensor],
+    rates: Sequence[float | Tensor],
+    losses: Callable[[Tensor, int], Tensor] = lambda x, k: x.new_zeros(len(x)),
+) -> Tensor:
+    """All workers' parameters after every step: (steps, workers, n).
+
+    Args:
+        machine: the method.
+        gradient: of all workers at a step.
+        x: where they begin, a row for each.
+        update: what their optimizers add to parameters, given the gradients and the step.
+        rates: a learning rate for each step.
+        losses: of all workers at a step.
+    """
+    machine.start(x)
+    seen: list[Tensor] = []
+    for k, rate in enumerate(rates):
+        move = update(x, machine.exchanged(gradient(x, k)), k)
+        x = machine.step(x, move, rate, partial(losses, x, k))
+        seen.append(x)
+    return torch.stack(seen)
+
+
+def best_of(scores: Tensor, among: Sequence[int]) -> int:
+    """The lowest rank of those with the least score."""
+    return min(among, key=lambda i: (float(scores[i]), i))
 
 
 class Machine:
@@ -36,12 +72,12 @@ class Machine:
         """The gradients that the optimizers are given."""
         return g
 
-    def step(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+    def step(self, x: Tensor, move: Tensor, rate: float | Tensor, losses: Losses) -> Tensor:
         """One step from `x`, to where the next gradient is taken."""
         self.k += 1
         return self.moved(x, move, rate, losses)
 
-    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+    def moved(self, x: Tensor, move: Tensor, rate: float | Tensor, losses: Losses) -> Tensor:
         """`step`, with `k` the number of this step, from 1."""
         return x + move
 
@@ -63,20 +99,20 @@ class MeanGradient(Machine):
 class Shared(Machine):
     """Asynchronous SGD (Chen et al., 2016): the shared parameters move by every worker's update, one after another."""
 
-    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+    def moved(self, x: Tensor, move: Tensor, rate: float | Tensor, losses: Losses) -> Tensor:
         return x + move.sum(0)
 
 
 class Means(Machine):
     """Local SGD (Stich, 2019)."""
 
-    def __init__(self, period: int, ahead: int = 0) -> None:
+    def __init__(self, period: int, ahead: int = 0, *, warmup: int = 0) -> None:
         super().__init__(ahead)
-        self.period = period
+        self.period, self.warmup = period, warmup
 
-    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+    def moved(self, x: Tensor, move: Tensor, rate: float | Tensor, losses: Losses) -> Tensor:
         x = x + move
-        return x if self.k % self.period else self.average(x)
+        return x if self.k % self.period and self.k > self.warmup else self.average(x)
 
 
 class Decoupled(Machine):
@@ -86,7 +122,7 @@ class Decoupled(Machine):
         super().__init__(ahead)
         self.period = period
 
-    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+    def moved(self, x: Tensor, move: Tensor, rate: float | Tensor, losses: Losses) -> Tensor:
         x = x + move
         if self.k % self.period == 0:
             x = self.begun.mean(0) + (x - self.begun)
@@ -100,16 +136,30 @@ class Decoupled(Machine):
 class Overlap(Machine):
     """Overlap Local-SGD (Wang, Liang and Joshi, 2020); the first mean that arrives is where the round begins."""
 
-    def __init__(self, period: int, ahead: int = 0, *, pull: float = 0.6, momentum: float = 0.7) -> None:
+    def __init__(
+        self,
+        period: int,
+        ahead: int = 0,
+        *,
+        pull: float = 0.6,
+        momentum: float = 0.7,
+        lr: float = 1.0,
+        nesterov: bool = False,
+        delay: int | None = None,
+    ) -> None:
         super().__init__(ahead)
-        self.period, self.pull, self.momentum = period, pull, momentum
+        self.period, self.delay = period, delay or period
+        self.pull, self.momentum, self.lr, self.nesterov = pull, momentum, lr, nesterov
 
-    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+    def moved(self, x: Tensor, move: Tensor, rate: float | Tensor, losses: Losses) -> Tensor:
         x = x + move
-        if self.k % self.period == 0:
-            self.velocity = self.momentum * self.velocity + (self.sent - self.anchor)
-            self.anchor = self.anchor + self.velocity
+        if (self.k - self.delay) % self.period == 0:
+            gap = self.sent - self.anchor
+            self.velocity = self.momentum * self.velocity + gap
+            step = gap + self.momentum * self.velocity if self.nesterov else self.velocity
+            self.anchor = self.anchor + self.lr * step
             x = (1 - self.pull) * x + self.pull * self.anchor
+        if self.k % self.period == 0:
             self.sent = x.mean(0)
         return x
 
@@ -121,16 +171,20 @@ class Overlap(Machine):
 class Pairs(Machine):
     """NoLoCo (Kolehmainen et al., 2025): at the end of a period an outer step with the neighbours of that round."""
 
-    def __init__(self, mixing: Mixing, period: int, ahead: int = 0, *, lr: float, momentum: float) -> None:
+    def __init__(
+        self, mixing: Mixing, period: int, ahead: int = 0, *, lr: float, momentum: float, pull: float | None = None
+    ) -> None:
         super().__init__(ahead)
         self.mixing, self.period, self.lr, self.momentum = mixing, period, lr, momentum
+        self.pull = lr if pull is None else pull
         self.velocity: Tensor | float = 0.0
 
-    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+    def moved(self, x: Tensor, move: Tensor, rate: float | Tensor, losses: Losses) -> Tensor:
         x = x + move
         if self.k % self.period == 0:
             share = self.mixing(self.k // self.period - 1)
-            self.velocity = self.momentum * self.velocity + self.lr * (share @ x - self.point)
+            way = self.lr * (share @ (x - self.point)) - self.pull * (self.point - share @ self.point)
+            self.velocity = self.momentum * self.velocity + way
             self.point = x = self.point + self.velocity
         return x
 
@@ -141,15 +195,24 @@ class Pairs(Machine):
 class Elastic(Machine):
     """EASGD and EAMSGD (Zhang, Choromanska and LeCun, 2015), Algorithms 1 and 2: `x` is where gradients are taken."""
 
-    def __init__(self, period: int, ahead: int = 0, *, centre_pull: float = 0.9, momentum: float = 0.0) -> None:
+    def __init__(
+        self,
+        period: int,
+        ahead: int = 0,
+        *,
+        centre_pull: float = 0.9,
+        momentum: float = 0.0,
+        pull: float | None = None,
+    ) -> None:
         super().__init__(ahead)
-        self.period, self.centre_pull, self.momentum = period, centre_pull, momentum
+        self.period, self.centre_pull, self.momentum, self.pull = period, centre_pull, momentum, pull
 
-    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+    def moved(self, x: Tensor, move: Tensor, rate: float | Tensor, losses: Losses) -> Tensor:
         position, centre = self.position, self.centre
         self.velocity = self.momentum * self.velocity + move
         if (self.k - 1) % self.period == 0:
-            self.position = position - self.centre_pull / len(x) * (position - centre)
+            pull = self.centre_pull / len(x) if self.pull is None else self.pull
+            self.position = position - pull * (position - centre)
             self.centre = (1 - self.centre_pull) * centre + self.centre_pull * position.mean(0)
         self.position = self.position + self.velocity
         return self.position + self.momentum * self.velocity
@@ -168,7 +231,7 @@ class TwoRates(Machine):
         super().__init__(ahead)
         self.period, self.inner = period, inner
 
-    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+    def moved(self, x: Tensor, move: Tensor, rate: float | Tensor, losses: Losses) -> Tensor:
         self.total = self.total + move.mean(0)
         x = x + self.inner * move
         if self.k % self.period == 0:
@@ -190,19 +253,23 @@ class Mixed(Machine):
         super().__init__()
         self.mixing, self.after = mixing, after
 
-    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+    def moved(self, x: Tensor, move: Tensor, rate: float | Tensor, losses: Losses) -> Tensor:
         weights = self.mixing(self.k - 1)
         return weights @ (x + move) if self.after else weights @ x + move
 
 
 class Pushed(Machine):
-    """SGP and Overlap SGP (Assran et al., 2019), Algorithms 1 and 2; `x` is the quotient z."""
+    """SGP and Overlap SGP (Assran et al., 2019), Algorithms 1 and 2; `x` is the quotient z.
 
-    def __init__(self, mixing: Mixing, ahead: int = 0, *, staleness: int = 0) -> None:
+    Args:
+        biased: the weights are left out.
+    """
+
+    def __init__(self, mixing: Mixing, ahead: int = 0, *, staleness: int = 0, biased: bool = False) -> None:
         super().__init__(ahead)
-        self.mixing, self.staleness = mixing, staleness
+        self.mixing, self.staleness, self.biased = mixing, staleness, biased
 
-    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+    def moved(self, x: Tensor, move: Tensor, rate: float | Tensor, losses: Losses) -> Tensor:
         share, mass = self.mixing(self.k - 1), self.mass + move
         own = share.diagonal()[:, None]
         away = share - torch.diag(share.diagonal())
@@ -211,7 +278,7 @@ class Pushed(Machine):
         if len(self.flying) > self.staleness:
             arrived, arrived_weight = self.flying.pop(0)
             self.mass, self.weight = self.mass + arrived, self.weight + arrived_weight
-        return self.mass / self.weight
+        return self.mass if self.biased else self.mass / self.weight
 
     def average(self, x: Tensor) -> Tensor:
         return (self.mass.sum(0) + sum(mass.sum(0) for mass, _ in self.flying)).expand_as(x) / len(x)
@@ -223,35 +290,57 @@ class Pushed(Machine):
 class Momentum(Machine):
     """Decentralised momentum methods; `rule` maps (x, g, rate, m, W) to the next x and m."""
 
-    def __init__(self, mixing: Mixing, rule: Callable[..., tuple[Tensor, Tensor]], momentum: float) -> None:
+    def __init__(self, mixing: Mixing, rule: Callable[..., tuple[Tensor, Tensor]], **settings: Any) -> None:
         super().__init__()
-        self.mixing, self.rule, self.momentum = mixing, rule, momentum
+        self.mixing, self.rule = mixing, partial(rule, **settings)
 
     def start(self, x: Tensor) -> None:
         self.m = torch.zeros_like(x)
 
-    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
-        x, self.m = self.rule(x, -move / rate, rate, self.m, self.mixing(self.k - 1), self.momentum)
+    def moved(self, x: Tensor, move: Tensor, rate: float | Tensor, losses: Losses) -> Tensor:
+        x, self.m = self.rule(x, -move / rate, rate, self.m, self.mixing(self.k - 1))
         return x
 
 
-def decentlam(x: Tensor, g: Tensor, rate: float, m: Tensor, weights: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Yuan et al., 2021."""
-    m = beta * m + (x - weights @ (x - rate * g)) / rate
-    return x - rate * m, m
+def decentlam(
+    x: Tensor,
+    g: Tensor,
+    rate: float | Tensor,
+    m: Tensor,
+    weights: Tensor,
+    *,
+    momentum: float,
+    nesterov: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Yuan et al., 2021: heavy-ball momentum on the gradient (x - W(x - rate * g)) / rate."""
+    whole = (x - weights @ (x - rate * g)) / rate
+    m = momentum * m + whole
+    return x - rate * (whole + momentum * m if nesterov else m), m
 
 
-def quasi_global(x: Tensor, g: Tensor, rate: float, m: Tensor, weights: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Lin et al., 2021, with the memory equal to the momentum."""
-    new = weights @ (x - rate * (g + beta * m))
-    return new, beta * m + (1 - beta) * (x - new) / rate
+def quasi_global(
+    x: Tensor,
+    g: Tensor,
+    rate: float | Tensor,
+    m: Tensor,
+    weights: Tensor,
+    *,
+    momentum: float,
+    memory: float | None = None,
+    nesterov: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Lin et al., 2021: the momentum smooths (x - x_new) / rate, after mixing."""
+    kept = momentum if memory is None else memory
+    u = g + momentum * m
+    new = weights @ (x - rate * (g + momentum * u if nesterov else u))
+    return new, kept * m + (1 - kept) * (x - new) / rate
 
 
 def double_averaging(
-    x: Tensor, g: Tensor, rate: float, m: Tensor, weights: Tensor, beta: float
+    x: Tensor, g: Tensor, rate: float | Tensor, m: Tensor, weights: Tensor, *, momentum: float
 ) -> tuple[Tensor, Tensor]:
-    """Yu, Jin and Yang, 2019."""
-    u = beta * m + g
+    """Yu, Jin and Yang, 2019: parameters and momentum are both mixed."""
+    u = momentum * m + g
     return weights @ (x - rate * u), weights @ u
 
 
@@ -265,7 +354,7 @@ class ExactDiffusion(Machine):
     def start(self, x: Tensor) -> None:
         self.m = self.correction = torch.zeros_like(x)
 
-    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+    def moved(self, x: Tensor, move: Tensor, rate: float | Tensor, losses: Losses) -> Tensor:
         self.m = self.momentum * self.m + (1 - self.momentum) * (-move / rate)
         adapted = x - rate * self.m
         corrected = adapted + self.correction
@@ -281,24 +370,44 @@ class PublicCopies(Machine):
         super().__init__()
         self.mixing, self.step_size = mixing, step_size
 
-    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+    def moved(self, x: Tensor, move: Tensor, rate: float | Tensor, losses: Losses) -> Tensor:
         public = x + move
         return public + self.step_size * (self.mixing(self.k - 1) @ public - public)
 
 
 class Leader(Machine):
-    """LSGD (Teng et al., 2019)."""
+    """LSGD (Teng et al., 2019); with nodes, the pull to the node's leader and then, less often, to that of all.
 
-    def __init__(self, period: int, ahead: int = 0, *, pull: float = 0.3) -> None:
+    Attributes:
+        led: who led all workers in each round that had such a leader.
+    """
+
+    def __init__(
+        self,
+        period: int,
+        ahead: int = 0,
+        *,
+        pull: float = 0.3,
+        node_size: int = 0,
+        global_period: int = 0,
+        global_pull: float = 0.0,
+    ) -> None:
         super().__init__(ahead)
-        self.period, self.pull, self.seen = period, pull, list[Tensor]()
+        self.period, self.pull, self.seen, self.led = period, pull, list[Tensor](), list[int]()
+        self.node_size, self.global_period, self.global_pull = node_size, global_period, global_pull
 
-    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
-        self.seen.append(losses)
+    def moved(self, x: Tensor, move: Tensor, rate: float | Tensor, losses: Losses) -> Tensor:
+        self.seen.append(losses().float())
         x = x + move
-        if self.k % self.period == 0:
-            leader = best_of(torch.stack(self.seen[-self.period :]).mean(0), range(len(x)))
-            x = x + self.pull * (x[leader] - x)
+        if self.k % self.period:
+            return x
+        scores, size = torch.stack(self.seen[-self.period :]).mean(0), self.node_size
+        if size:
+            nodes = [range(first, first + size) for first in range(0, len(x), size)]
+            x = x + self.pull * (x[[best_of(scores, node) for node in nodes for _ in node]] - x)
+        if not size or self.k % self.global_period == 0:
+            self.led.append(best_of(scores, range(len(x))))
+            x = x + (self.global_pull if size else self.pull) * (x[self.led[-1]] - x)
         return x
 
 
@@ -309,8 +418,8 @@ class LeaderGradient(Machine):
         super().__init__()
         self.pull = pull
 
-    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
-        return x + move - rate * self.pull * (x - x[best_of(losses, range(len(x)))])
+    def moved(self, x: Tensor, move: Tensor, rate: float | Tensor, losses: Losses) -> Tensor:
+        return x + move - rate * self.pull * (x - x[best_of(losses().float(), range(len(x)))])
 
 
 # -- around a machine --------------------------------------------------------------------------------------------------
@@ -333,12 +442,12 @@ class SlowMomentum(Machine):
     def start(self, x: Tensor) -> None:
         self.base.start(x)
         self.begun = x.mean(0).expand_as(x) if self.exact else x
-        self.slow, self.rates = torch.zeros_like(x), list[float]()
+        self.slow, self.rates = torch.zeros_like(x), list[float | Tensor]()
 
     def exchanged(self, g: Tensor) -> Tensor:
         return self.base.exchanged(g)
 
-    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+    def moved(self, x: Tensor, move: Tensor, rate: float | Tensor, losses: Losses) -> Tensor:
         x = self.base.step(x, move, rate, losses)
         self.rates.append(rate)
         if self.k % self.period:
@@ -373,7 +482,7 @@ class Nodes(Machine):
     def start(self, x: Tensor) -> None:
         self.base.start(x)
 
-    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+    def moved(self, x: Tensor, move: Tensor, rate: float | Tensor, losses: Losses) -> Tensor:
         x = self.base.step(x, move, rate, losses)
         if self.k % self.period or self.k % self.all_every == 0:
             return x
@@ -397,7 +506,7 @@ class Fragments(Machine):
         for machine, part in zip(self.machines, self.parts(x), strict=True):
             machine.start(part)
 
-    def moved(self, x: Tensor, move: Tensor, rate: float, losses: Tensor) -> Tensor:
+    def moved(self, x: Tensor, move: Tensor, rate: float | Tensor, losses: Losses) -> Tensor:
         each = zip(self.machines, self.parts(x), self.parts(move), strict=True)
         return torch.cat([machine.step(part, of_it, rate, losses) for machine, part, of_it in each], 1)
 
