@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import stat
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +15,6 @@ from tests.oracles.coreset import apart, blobs, clusters, cost, points
 from tests.pool import run_processes
 from thinwire import GroupComm
 from thinwire.core.kernels import nearest
-from thinwire.core.kernels.native import warn_of_slow_path
 from thinwire.coreset import select
 from thinwire.coreset.facility import FusedNearest, TorchNearest, unit_of
 from thinwire.coreset.similarity import centred
@@ -179,13 +176,9 @@ def test_processes_give_what_one_machine_with_all_points_gives() -> None:
 
 
 @pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
-    """The kernel, compiled into a cache of its own."""
-    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
+def library(monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
     monkeypatch.delenv("THINWIRE_NATIVE", raising=False)
-    nearest._compiled.cache_clear()
     found = nearest.compiled(torch.empty(0))
-    nearest._compiled.cache_clear()
     if found is None:
         pytest.skip("no C compiler")
     return found
@@ -215,40 +208,3 @@ def test_the_kernel_s_threads_change_nothing(library: ctypes.CDLL) -> None:
         three.take(rows[own], position, own)
         assert one.representatives().equal(three.representatives())
         assert one.gains(rows[:9]).tolist() == three.gains(rows[:9]).tolist()
-
-
-def test_the_kernel_is_compiled_once_into_a_private_folder(library: ctypes.CDLL, tmp_path: Path) -> None:
-    folder = tmp_path / "cache" / "native"
-    (made,) = folder.iterdir()
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    before = made.stat().st_mtime_ns
-    assert nearest._compiled() is not None
-    nearest._compiled.cache_clear()
-    assert [each.stat().st_mtime_ns for each in folder.iterdir()] == [before]
-
-
-def test_a_folder_that_others_may_write_to_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "native"
-    folder.mkdir()
-    folder.chmod(0o777)
-    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path))
-    nearest._compiled.cache_clear()
-    warn_of_slow_path.cache_clear()
-    with pytest.warns(RuntimeWarning, match="others may write to it"):
-        assert nearest.compiled(torch.empty(0)) is None
-    assert not list(folder.iterdir())
-    nearest._compiled.cache_clear()
-
-
-def test_without_a_compiler_torch_does_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = points(80)
-    whole = select(x, budget=10)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    nearest._compiled.cache_clear()
-    warn_of_slow_path.cache_clear()
-    with pytest.warns(RuntimeWarning, match="no C compiler was found"):
-        assert nearest.compiled(torch.empty(0)) is None
-    assert alike(select(x, budget=10), whole)
-    nearest._compiled.cache_clear()

@@ -7,19 +7,6 @@ import torch
 from torch import Tensor
 
 
-def facility_location(distances: Tensor, budget: int) -> tuple[list[int], Tensor]:
-    """Facility location by trying every point at every turn: the order, and the clusters' sizes."""
-    similar = distances.max() + 1 - distances
-    best, order = torch.zeros(len(distances), dtype=distances.dtype), []
-    for _ in range(budget):
-        gains = (similar - best[:, None]).clamp_min(0).sum(0)
-        gains[order] = -1
-        order.append(int(gains.argmax()))
-        best = torch.maximum(best, similar[:, order[-1]])
-    nearest = distances[:, order].argmin(1)
-    return order, torch.bincount(nearest, minlength=budget).double()
-
-
 def last_layer_gradients(weight: Tensor, bias: Tensor, hidden: Tensor, labels: Tensor) -> Tensor:
     """The gradient of each point's cross entropy with respect to weight and bias, by autograd, point by point."""
     rows: list[Tensor] = []

@@ -48,12 +48,6 @@ def test_a_vector_that_is_too_short_too_long_or_missing_is_damage() -> None:
             parse(changed, **PLACE)
 
 
-def test_a_length_that_is_no_multiple_of_the_dtype_s_is_damage() -> None:
-    parts = framed(torch.zeros(6, dtype=torch.int8), dtype=dtype_number(LIKE))
-    with pytest.raises(DamagedError, match="message 11 of rank 7 is damaged: 6 bytes are not a vector of float32"):
-        parse(parts, **PLACE)
-
-
 @for_each(
     [
         [b"GET / HTTP/1.1"],

@@ -2,7 +2,6 @@
 """Workers find each other by the variables that torchrun sets, without a process group of the caller's."""
 
 import json
-import multiprocessing
 import os
 import time
 import warnings
@@ -16,12 +15,10 @@ from torch import nn
 from torch.distributed import HashStore
 
 import thinwire
+from tests.pool import context
 from thinwire import ThreadComm, run_threads
 from thinwire.core.comm.rendezvous import start_of_ranks
 from thinwire.lab.emulate.launch import free_port
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "thinwire.worker.attach"])
 
 
 def _work(outbox: Connection, rank: int, size: int, port: int, timeout: float) -> None:
@@ -43,9 +40,9 @@ def together(ranks: list[int], size: int, timeout: float) -> list[Any]:
     """What each of these ranks answers, and with which status it ends."""
     port = free_port()
     found: list[Any] = []
-    pipes = [_context.Pipe(duplex=False) for _ in ranks]
+    pipes = [context.Pipe(duplex=False) for _ in ranks]
     processes = [
-        _context.Process(target=_work, args=(outbox, rank, size, port, timeout))
+        context.Process(target=_work, args=(outbox, rank, size, port, timeout))
         for rank, (_, outbox) in zip(ranks, pipes, strict=True)
     ]
     for process in processes:

@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -60,6 +64,20 @@ def mixed(word: int) -> int:
     return word ^ word >> 16
 
 
+def by_both(work: Callable[..., list[Tensor]], *arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """What some calls of the kernels give by C, and by torch."""
+    ours = work(*arguments)
+    with patch.dict(os.environ, THINWIRE_NATIVE="0"):
+        return ours, work(*arguments)
+
+
+def agree(work: Callable[..., list[Tensor]], *arguments: Any) -> list[Tensor]:
+    """What some calls of the kernels give, after C and torch have given the same bits."""
+    ours, theirs = by_both(work, *arguments)
+    assert all(same(one, other) for one, other in zip(ours, theirs, strict=True))
+    return ours
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     return _bits(a).equal(_bits(b))
 
@@ -70,4 +88,5 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def _bits(x: Tensor) -> Tensor:
-    return x.view(torch.int32 if x.dtype == torch.float32 else torch.int64)
+    integers = {torch.float32: torch.int32, torch.float64: torch.int64}
+    return x.view(integers[x.dtype]) if x.dtype in integers else x

@@ -4,24 +4,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.core.kernels.natives import agree, drawn, same_bits
 from tests.core.kernels.natives import by_c as by_c
-from tests.core.kernels.natives import drawn, same, same_bits
 from tests.core.kernels.natives import implementation as implementation
 from tests.core.kernels.natives import library as library
 from tests.rules import for_each
 from thinwire import ConfigError
 from thinwire.core.kernels import adaptive
-from thinwire.core.kernels.reference import adaptive as reference
 
 SIZES = (1, 7, 15, 16, 17, 127, 128, 129, 1000, 5001)
 SETTINGS = {"betas": (0.9, 0.99), "eps": 1e-6}
-NUMBERS = (0.9, 0.99, (1 - 0.99) / (1 - 0.9) ** 2, 1e-6)
 
 
 def strange(n: int, seed: int) -> Tensor:
@@ -50,35 +49,27 @@ def kinds_of(sizes: tuple[int, ...]) -> list[list[Tensor]]:
     return [list(kind) for kind in zip(*map(states, sizes), strict=True)]
 
 
-@pytest.mark.usefixtures("by_c")
-@for_each([0.0, 0.1])
-def test_directions_are_bit_by_bit_those_of_torch(decay: float) -> None:
-    ours = kinds_of(SIZES)
-    theirs = copied(ours)
+def three_directions(decay: float) -> list[Tensor]:
+    kinds, found = kinds_of(SIZES), list[Tensor]()
     for turn in range(3):
-        found = adaptive.lamb_direction_(*ours, **SETTINGS, decay=decay)  # type: ignore[arg-type]
-        expected = reference.lamb_direction_(*theirs, (*NUMBERS, decay))
-        assert all(same(one, other) for one, other in zip(found, expected, strict=True))
-        for mine, other in zip(ours, theirs, strict=True):
-            assert all(same(a, b) for a, b in zip(mine, other, strict=True))
-        ours[0], theirs[0] = ([strange(n, n + turn) for n in SIZES] for _ in range(2))
+        found += [x.clone() for x in directions_of(kinds, decay)]
+        kinds[0] = [strange(n, n + turn) for n in SIZES]
+    return found
+
+
+def two_steps(decay: float) -> list[Tensor]:
+    directions, before, frozen, _, parameters = kinds_of(SIZES)
+    adaptive.scaled_step_(parameters, directions, drawn(len(SIZES), 3).abs(), rate=0.3)
+    momenta = kinds_of(SIZES)[0]
+    adaptive.frozen_adam_step_(parameters, before, momenta, frozen, eps=1e-6, decay=decay, rate=0.3)
+    assert all(same_bits(one, other) for one, other in zip(before, momenta, strict=True))
+    return [*parameters, *before]
 
 
 @pytest.mark.usefixtures("by_c")
-@for_each([0.0, 0.1])
-def test_descents_are_bit_by_bit_those_of_torch(decay: float) -> None:
-    momenta, before, frozen, _, ours = kinds_of(SIZES)
-    theirs, directions = [x.clone() for x in ours], [m.clone() for m in momenta]
-    ratios = drawn(len(SIZES), 3).abs()
-    adaptive.scaled_step_(ours, momenta, ratios, rate=0.3)
-    reference.scaled_step_(theirs, directions, ratios, 0.3)
-    assert all(same(one, other) for one, other in zip(ours, theirs, strict=True))
-    momenta, before = ([x.clone() for x in kind] for kind in kinds_of(SIZES)[:2])
-    other = [x.clone() for x in before]
-    adaptive.frozen_adam_step_(ours, before, momenta, frozen, eps=1e-6, decay=decay, rate=0.3)
-    reference.frozen_adam_step_(theirs, other, momenta, frozen, (1e-6, decay, 0.3))
-    assert all(same(one, other) for one, other in zip([*ours, *before], [*theirs, *other], strict=True))
-    assert all(same_bits(one, other) for one, other in zip(before, momenta, strict=True))
+@for_each(product([three_directions, two_steps], [0.0, 0.1]))
+def test_c_and_torch_give_the_same_bits(case: tuple[Callable[[float], list[Tensor]], float]) -> None:
+    agree(*case)
 
 
 def gentle(n: int) -> list[Tensor]:

@@ -9,20 +9,20 @@ import stat
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.core.kernels.natives import agree, same, same_bits
 from tests.core.kernels.natives import by_c as by_c
 from tests.core.kernels.natives import library as library
-from tests.core.kernels.natives import same, same_bits
 from tests.grids import fast_where
 from thinwire.core import kernels
 from thinwire.core.kernels import base, native
-from thinwire.core.kernels.reference import chunks, largest, quantized, rounded, signs, sketched
 from thinwire.core.kernels.reference import rng as reference_rng
+from thinwire.core.kernels.reference import signs
 
 SIZES = fast_where(lambda n: n in (1, 9, 33, 2047), (1, 7, 8, 9, 31, 33, 1000, 2047, 9001))
 
@@ -40,169 +40,117 @@ def nothing(nbytes: int) -> Tensor:
     return torch.full((nbytes,), 0x55, dtype=torch.uint8)
 
 
-@pytest.mark.usefixtures("by_c")
-@pytest.mark.parametrize("n", SIZES)
-def test_signs_are_bit_by_bit_those_of_torch(n: int) -> None:
-    for block, norm, nbytes in itertools.product((1, 3, 8, 40, 128, 2048, n), ("l1", "l2"), (2, 4)):
-        x, ours, theirs = special(n), special(n, 1), special(n, 1)
-        payload, expected = (
-            nothing(kernels.sign_nbytes(n, block, nbytes)),
-            nothing(kernels.sign_nbytes(n, block, nbytes)),
-        )
-        kernels.encode_signs_(x, ours, payload, block=block, norm=norm, scale_bytes=nbytes)  # type: ignore[arg-type]
-        signs.encode_signs_(x, theirs, expected, block=block, norm=norm, scale_bytes=nbytes)
-        assert payload.equal(expected) and same_bits(ours, theirs)
-        kernels.encode_signs_(x, None, payload, block=block, norm=norm, scale_bytes=nbytes)  # type: ignore[arg-type]
-        signs.encode_signs_(x, None, expected, block=block, norm=norm, scale_bytes=nbytes)
-        assert payload.equal(expected)
-        several = torch.stack([payload, expected, payload])
-        several[1, -1] ^= 1
-        kernels.sum_signs_(several, ours, block=block, scale_bytes=nbytes)
-        signs.sum_signs_(several, theirs, block=block, scale_bytes=nbytes)
-        assert same_bits(ours, theirs)
+def parts(payload: Tensor, count: int, nbytes: int) -> list[Tensor]:
+    """The scales of so many blocks, and the rest."""
+    head = payload[: count * nbytes].clone()
+    return [head.view(torch.float32) if nbytes == 4 else head, payload[count * nbytes :]]
+
+
+def by_signs(x: Tensor, block: int, norm: Literal["l1", "l2"], nbytes: int = 4) -> list[Tensor]:
+    n, how = len(x), {"block": block, "scale_bytes": nbytes}
+    rest, total, decoded = special(n, 1), torch.empty(n), torch.empty(n)
+    payload, plain = nothing(2 * kernels.sign_nbytes(n, block, nbytes)).view(2, -1)
+    kernels.encode_signs_(x, rest, payload, norm=norm, **how)
+    kernels.encode_signs_(x, None, plain, norm=norm, **how)
+    kernels.decode_signs_(payload, decoded, **how)
+    several = torch.stack([payload, plain, payload])
+    several[1, -1] ^= 1
+    kernels.sum_signs_(several, total, **how)
+    count = -(-n // block)
+    return [*parts(payload, count, nbytes), *parts(plain, count, nbytes), rest, decoded, total]
+
+
+def by_few_bits(
+    x: Tensor, bits: int, block: int, norm: Literal["max", "l2"], nbytes: int = 4, shift: float = 0.0
+) -> list[Tensor]:
+    n = len(x)
+    payload = nothing(kernels.quantized_nbytes(n, bits, block, nbytes))
+    how: dict[str, Any] = {"bits": bits, "block": block, "key": n, "shift": shift, "scale_bytes": nbytes}
+    kernels.quantize_(x, payload, norm=norm, **how)
+    decoded = torch.empty(2, n)
+    for dither in (False, True):
+        kernels.dequantize_(payload, decoded[int(dither)], dither=dither, **how)
+    return [*parts(payload, -(-n // block), nbytes), decoded]
+
+
+def by_nearest_levels(x: Tensor, bits: int, block: int) -> list[Tensor]:
+    rest, decoded = special(len(x), 1) / 4, torch.empty(len(x))
+    payload, plain = nothing(2 * kernels.quantized_nbytes(len(x), bits, block)).view(2, -1)
+    kernels.encode_rounded_(x, rest, payload, bits=bits, block=block)
+    kernels.decode_rounded_(payload, decoded, bits=bits, block=block)
+    kernels.encode_rounded_(x, None, plain, bits=bits, block=block)
+    return [payload, rest, decoded, plain]
+
+
+def by_chunks(x: Tensor, bits: int, chunk: int, kept: int) -> list[Tensor]:
+    how = {"chunk": chunk, "kept": kept, "bits": bits}
+    rest, decoded = special(len(x), 1) / 4, torch.ones(len(x))
+    payload = nothing(kernels.chunked_nbytes(len(x), chunk, kept, bits))
+    kernels.encode_chunks_(x, rest, payload, **how)
+    kernels.add_chunks_(payload, decoded, **how)
+    return [payload, rest, decoded]
+
+
+def by_sketch(x: Tensor, rows: int, columns: int) -> list[Tensor]:
+    n, table = len(x), torch.ones(rows, columns)
+    kernels.sketch_(x, table, key=n, scale=0.3)
+    estimates, found = kernels.unsketch(table, None, n, key=n), list[Tensor]()
+    for some in (torch.arange(n).flip(0)[::3], torch.arange(n)[: n // 2 + 1], torch.tensor([n - 1, 0, n - 1])):
+        found.append(kernels.unsketch(table, some, n, key=n))
+        assert same(found[-1], estimates[some])
+    if not x.isnan().any():
+        found += [kernels.heavy(table, n, k, key=n) for k in {1, n // 2, n} - {0}]
+    return [table, estimates, *found]
+
+
+def by_largest(x: Tensor, k: int) -> list[Tensor]:
+    places = kernels.top_k(x, k)
+    packed = kernels.pack_indices(places, len(x))
+    return [places, packed, kernels.unpack_indices(packed, len(x), k)]
 
 
 @pytest.mark.usefixtures("by_c")
 @pytest.mark.parametrize("n", SIZES)
-def test_few_bits_are_bit_by_bit_those_of_torch(n: int) -> None:
-    x, ours, theirs = special(n), torch.empty(n), torch.empty(n)
-    x[3::17] = 3e18
-    for bits, block, (norm, nbytes, shift) in itertools.product(
-        range(1, 9), (3, 100, 2048, n), (("max", 4, 0.0), ("l2", 2, 0.375), ("max", 2, 0.7))
-    ):
-        how = {"bits": bits, "block": block, "key": n, "shift": shift, "scale_bytes": nbytes}
-        size = kernels.quantized_nbytes(n, bits, block, nbytes)
-        payload, expected = nothing(size), nothing(size)
-        kernels.quantize_(x, payload, norm=norm, **how)  # type: ignore[arg-type]
-        quantized.quantize_(x, expected, norm=norm, **how)  # type: ignore[arg-type]
-        assert payload.equal(expected)
-        for dither in (False, True):
-            kernels.dequantize_(payload, ours, dither=dither, **how)  # type: ignore[arg-type]
-            quantized.dequantize_(payload, theirs, dither=dither, **how)  # type: ignore[arg-type]
-            assert same_bits(ours, theirs)
-
-
-@pytest.mark.usefixtures("by_c")
-@pytest.mark.parametrize("n", SIZES)
-def test_nearest_levels_and_what_they_leave_are_bit_by_bit_those_of_torch(n: int) -> None:
-    # Their sums are finite: others are not encoded.
-    x, decoded, wanted = special(n) / 4, torch.empty(n), torch.empty(n)
-    for bits, block in itertools.product(range(1, 9), (3, 100, 2048, n)):
-        ours, theirs = special(n, 1) / 4, special(n, 1) / 4
-        payload = nothing(kernels.quantized_nbytes(n, bits, block))
-        expected = payload.clone()
-        kernels.encode_rounded_(x, ours, payload, bits=bits, block=block)
-        rounded.encode_rounded_(x, theirs, expected, bits=bits, block=block)
-        assert payload.equal(expected) and same_bits(ours, theirs)
-        kernels.decode_rounded_(payload, decoded, bits=bits, block=block)
-        rounded.decode_rounded_(payload, wanted, bits=bits, block=block)
-        assert same_bits(decoded, wanted)
-        kernels.encode_rounded_(x, None, payload, bits=bits, block=block)
-        rounded.encode_rounded_(x, None, expected, bits=bits, block=block)
-        assert payload.equal(expected)
-
-
-@pytest.mark.usefixtures("by_c")
-@pytest.mark.parametrize("n", SIZES)
-def test_the_largest_of_each_chunk_and_what_is_left_are_bit_by_bit_those_of_torch(n: int) -> None:
-    x = special(n) / 4
-    for bits, (chunk, kept) in itertools.product((1, 2, 5, 8), ((2, 1), (16, 3), (100, 100), (4096, 64), (16384, 17))):
-        how = {"chunk": chunk, "kept": kept, "bits": bits}
-        ours, theirs, decoded, wanted = special(n, 1) / 4, special(n, 1) / 4, torch.ones(n), torch.ones(n)
-        payload = nothing(kernels.chunked_nbytes(n, chunk, kept, bits))
-        expected = payload.clone()
-        kernels.encode_chunks_(x, ours, payload, **how)
-        assert chunks.encode_chunks_(x, theirs, expected, **how)
-        assert payload.equal(expected) and same_bits(ours, theirs)
-        kernels.add_chunks_(payload, decoded, **how)
-        assert chunks.add_chunks_(payload, wanted, **how)
-        assert same_bits(decoded, wanted)
-
-
-@pytest.mark.usefixtures("by_c")
-@pytest.mark.parametrize("n", SIZES)
-def test_sketches_and_what_is_large_are_those_of_torch(n: int) -> None:
-    x = special(n)
-    assert kernels.uniform(n, n, 2**33 + 5).equal(reference_rng.uniform(n, n, 2**33 + 5))
+def test_c_and_torch_give_the_same_bits(n: int) -> None:
+    x, product = special(n), itertools.product
+    for block, norm, nbytes in product((1, 3, 8, 40, 128, 2048, n), ("l1", "l2"), (2, 4)):
+        agree(by_signs, x, block, norm, nbytes)
+    few = special(n)
+    few[3::17] = 3e18
+    for bits, block, how in product(range(1, 9), (3, 100, 2048, n), (("max", 4), ("l2", 2, 0.375), ("max", 2, 0.7))):
+        agree(by_few_bits, few, bits, block, *how)
+    # Sums with what is left are finite: others are not encoded.
+    for bits, block in product(range(1, 9), (3, 100, 2048, n)):
+        agree(by_nearest_levels, x / 4, bits, block)
+    for bits, (chunk, kept) in product((1, 2, 5, 8), ((2, 1), (16, 3), (100, 100), (4096, 64), (16384, 17))):
+        agree(by_chunks, x / 4, bits, chunk, kept)
     for rows, columns in ((1, 1), (3, 7), (5, 64), (5, 600), (7, 5000), (4, 513), (17, 40)):
-        ours, theirs = torch.ones(rows, columns), torch.ones(rows, columns)
-        kernels.sketch_(x, ours, key=n, scale=0.3)
-        sketched.sketch_(x, theirs, key=n, scale=0.3)
-        assert same_bits(ours, theirs)
-        estimates = sketched.unsketch(ours, None, n, key=n)
-        assert kernels.unsketch(ours, None, n, key=n).equal(estimates)
-        for some in (torch.arange(n).flip(0)[::3], torch.arange(n)[: n // 2 + 1], torch.tensor([n - 1, 0, n - 1])):
-            found = kernels.unsketch(ours, some, n, key=n)
-            assert found.equal(estimates[some])
-            assert same_bits(found, kernels.unsketch(ours, None, n, key=n)[some]) or rows not in (1, 3, 5)
-        for k in {1, n // 2, n} - {0}:
-            assert kernels.heavy(ours, n, k, key=n).equal(largest.top_k(estimates, k))
+        agree(by_sketch, x, rows, columns)
     for k in {1, n // 3, n} - {0}:
-        places = kernels.top_k(x, k)
-        assert places.equal(largest.top_k(x, k))
-        packed = kernels.pack_indices(places, n)
-        assert packed.equal(largest.pack_indices(places, (n - 1).bit_length()))
-        assert kernels.unpack_indices(packed, n, k).equal(places)
-
-
-def with_nan(n: int) -> Tensor:
-    """Numbers with NaN and infinities."""
-    x = special(n)
-    x[n // 4], x[n // 2], x[-1] = math.inf, -math.inf, math.nan
-    return x
+        agree(by_largest, x, k)
+    agree(lambda: [kernels.uniform(n, n, 2**33 + 5)])
 
 
 @pytest.mark.usefixtures("by_c")
 @pytest.mark.parametrize("n", [1, 9, 300, 4100])
 def test_nan_and_infinity_give_the_same_by_c_and_by_torch(n: int) -> None:
+    x = special(n)
+    x[n // 4], x[n // 2], x[-1] = math.inf, -math.inf, math.nan
     for block, norm in itertools.product((8, 13, 2048), ("l1", "l2")):
-        ours, theirs, decoded, wanted = special(n, 1), special(n, 1), torch.empty(n), torch.empty(n)
-        payload, expected = nothing(kernels.sign_nbytes(n, block)), nothing(kernels.sign_nbytes(n, block))
-        kernels.encode_signs_(with_nan(n), ours, payload, block=block, norm=norm)  # type: ignore[arg-type]
-        signs.encode_signs_(with_nan(n), theirs, expected, block=block, norm=norm, scale_bytes=4)
-        assert payload[-(-n // block) * 4 :].equal(expected[-(-n // block) * 4 :]) and same(ours, theirs)
-        kernels.decode_signs_(payload, decoded, block=block)
-        signs.decode_signs_(expected, wanted, block=block, scale_bytes=4)
-        assert same(decoded, wanted)
-        how = {"bits": 4, "block": block, "key": 3, "shift": 0.0, "scale_bytes": 4}
-        payload, expected = (
-            nothing(kernels.quantized_nbytes(n, 4, block)),
-            nothing(kernels.quantized_nbytes(n, 4, block)),
-        )
-        kernels.quantize_(with_nan(n), payload, norm="max", **how)  # type: ignore[arg-type]
-        quantized.quantize_(with_nan(n), expected, norm="max", **how)  # type: ignore[arg-type]
-        assert payload[-(-n // block) * 4 :].equal(expected[-(-n // block) * 4 :])
-        kernels.dequantize_(payload, decoded, **how)  # type: ignore[arg-type]
-        quantized.dequantize_(expected, wanted, dither=False, **how)  # type: ignore[arg-type]
-        assert same(decoded, wanted)
-    tables, places = torch.zeros(2, 3, 70), torch.arange(n).flip(0)
-    kernels.sketch_(with_nan(n), tables[0], key=n)
-    sketched.sketch_(with_nan(n), tables[1], key=n, scale=1.0)
-    assert same(tables[0], tables[1])
-    estimates = sketched.unsketch(tables[0], None, n, key=n)
-    assert same(sketched.unsketch(tables[0], places, n, key=n), estimates[places])
-    assert same(kernels.unsketch(tables[0], places, n, key=n), estimates[places])
+        agree(by_signs, x, block, norm)
+        agree(by_few_bits, x, 4, block, "max")
+    agree(by_sketch, x, 3, 70)
 
 
 @pytest.mark.usefixtures("by_c")
 @pytest.mark.parametrize("norm", ["l1", "l2"])
 @pytest.mark.parametrize("n", [5, 300])
-def test_scales_of_finite_numbers_whose_sums_overflow_are_finite_and_the_same(
-    norm: Literal["l1", "l2"], n: int
-) -> None:
+def test_scales_of_finite_numbers_whose_sums_overflow_are_finite_and_the_same(norm: str, n: int) -> None:
     x = torch.where(torch.arange(n) % 3 == 0, 3e38, special(n).nan_to_num(1.0, 1.0, 1.0))
     for block in (8, n):
-        residuals, payloads = torch.zeros(2, n), nothing(2 * kernels.sign_nbytes(n, block)).view(2, -1)
-        kernels.encode_signs_(x, residuals[0], payloads[0], block=block, norm=norm)
-        signs.encode_signs_(x, residuals[1], payloads[1], block=block, norm=norm, scale_bytes=4)
-        assert payloads[0].equal(payloads[1]) and same_bits(residuals[0], residuals[1])
-        assert residuals.isfinite().all()
-    codes = nothing(2 * kernels.quantized_nbytes(n, 4, 8)).view(2, -1)
-    how = {"bits": 4, "block": 8, "key": 1, "norm": "l2"}
-    kernels.quantize_(x / 4, codes[0], **how)  # type: ignore[arg-type]
-    quantized.quantize_(x / 4, codes[1], shift=0.0, scale_bytes=4, **how)  # type: ignore[arg-type]
-    assert codes[0].equal(codes[1])
-    assert codes[0, : 4 * -(-n // 8)].clone().view(torch.float32).isfinite().all()
+        scales, _, _, _, rest, _, _ = agree(by_signs, x, block, norm)
+        assert scales.isfinite().all() and rest.isfinite().all()
+    assert agree(by_few_bits, x / 4, 4, 8, "l2")[0].isfinite().all()
 
 
 @pytest.mark.usefixtures("by_c")

@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.core.kernels.natives import agree, same
 from tests.core.kernels.natives import by_c as by_c
 from tests.core.kernels.natives import library as library
-from tests.core.kernels.natives import same
 from thinwire.core.kernels import normalised
-from thinwire.core.kernels.reference import normalised as reference
 from thinwire.errors import ConfigError
 
 MODELS, SAMPLES, CHANNELS, EPS = 3, 5, 6, 1e-2
@@ -29,22 +28,21 @@ def rows_to_normalise(n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x, gain, shift, gradient
 
 
+def layer_norms(n: int, shared: bool) -> list[Tensor]:
+    x, gain, shift, gradient = rows_to_normalise(n)
+    x = x[:1].expand_as(x) if shared else x
+    found = normalised.layer_norm(x, gain, shift, eps=1e-5)
+    whole = normalised.layer_norm_back(gradient, x, gain, *found[1:])
+    nothing, *others = normalised.layer_norm_back(gradient, x, gain, *found[1:], trained=False)
+    assert nothing is None and all(map(same, others, whole[1:]))
+    return [*found, *whole]  # type: ignore[list-item]
+
+
 @pytest.mark.usefixtures("by_c")
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("n", [1, 7, 16, 33, 64, 112, 128, 200, 1000])
 def test_layer_normalisation_is_bit_by_bit_that_of_torch(n: int, shared: bool) -> None:
-    x, gain, shift, gradient = rows_to_normalise(n)
-    x = x[:1].expand_as(x) if shared else x
-    ours = normalised.layer_norm(x, gain, shift, eps=1e-5)
-    theirs = reference.layer_norm(x, gain, shift, 1e-5)
-    assert all(same(one, other) for one, other in zip(ours, theirs, strict=True))
-    moments = ours[1:]
-    ours, theirs = (
-        each(gradient, x, gain, *moments) for each in (normalised.layer_norm_back, reference.layer_norm_back)
-    )
-    assert all(same(one, other) for one, other in zip(ours, theirs, strict=True))
-    nothing, *others = normalised.layer_norm_back(gradient, x, gain, *moments, trained=False)
-    assert nothing is None and all(map(same, others, ours[1:]))
+    agree(layer_norms, n, shared)
 
 
 @pytest.mark.parametrize("native", ["0", "1"])
@@ -121,25 +119,23 @@ def settings_of(layout: str) -> dict[str, Any]:
     return {"axis": LAYOUTS[layout], "eps": EPS}
 
 
+def batch_norms(layout: str, places: int) -> list[Tensor]:
+    settings, back = settings_of(layout), normalised.batch_norm_back
+    x, gain, shift, gradient = blocks_to_normalise(places, layout)
+    found = normalised.batch_norm(x, gain, shift, **settings)
+    whole = back(gradient, x, gain, *found[1:], **settings)
+    apart = torch.stack([gradient, gradient], -1)[..., 0]
+    assert all(map(same, back(apart, x, gain, *found[1:], **settings), whole))
+    nothing, *others = back(gradient, x, gain, *found[1:], **settings, trained=False)
+    assert nothing is None and all(map(same, others, whole[1:]))
+    return [*found, *whole]  # type: ignore[list-item]
+
+
 @pytest.mark.usefixtures("by_c")
 @pytest.mark.parametrize("places", [1, 7, 33, 300])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_channels_are_bit_by_bit_those_of_torch(layout: str, places: int) -> None:
-    settings = settings_of(layout)
-    forward, backward = normalised.batch_norm, normalised.batch_norm_back
-    theirs, back = reference.batch_norm, reference.batch_norm_back
-    x, gain, shift, gradient = blocks_to_normalise(places, layout)
-    found, wanted = forward(x, gain, shift, **settings), theirs(x, gain, shift, *settings.values())
-    assert all(same(one, other) for one, other in zip(found, wanted, strict=True))
-    ours, wanted = (
-        backward(gradient, x, gain, *found[1:], **settings),
-        back(gradient, x, gain, *found[1:], *settings.values()),
-    )
-    assert all(same(one, other) for one, other in zip(ours, wanted, strict=True))
-    apart = torch.stack([gradient, gradient], -1)[..., 0]
-    assert all(map(same, backward(apart, x, gain, *found[1:], **settings), ours))
-    nothing, *others = backward(gradient, x, gain, *found[1:], **settings, trained=False)
-    assert nothing is None and all(map(same, others, ours[1:]))
+    agree(batch_norms, layout, places)
 
 
 @pytest.mark.parametrize("native", ["0", "1"])

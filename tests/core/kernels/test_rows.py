@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.core.kernels.natives import agree, by_both, same
 from tests.core.kernels.natives import by_c as by_c
 from tests.core.kernels.natives import library as library
-from tests.core.kernels.natives import same
 from thinwire.core.kernels import rows
-from thinwire.core.kernels.reference import rows as reference
 from thinwire.errors import ConfigError
 
 MODELS = 5
@@ -46,36 +45,35 @@ def sgd_numbers() -> Tensor:
     return torch.tensor(columns, dtype=torch.float64).t().contiguous()
 
 
-@pytest.mark.usefixtures("by_c")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-@pytest.mark.parametrize("n", SIZES)
-def test_adam_is_bit_by_bit_that_of_torch(n: int, dtype: torch.dtype) -> None:
-    for amsgrad in (False, True):
-        ours = [drawn(n, seed, dtype) for seed in range(5)]
-        ours[3].abs_(), ours[4].abs_()
-        theirs = [tensor.clone() for tensor in ours]
-        for _ in range(3):
-            for moved, step in ((ours, rows.adam_rows_), (theirs, reference.adam_rows_)):
-                most = moved[4] if amsgrad else None
-                step(*moved[:4], most, numbers=adam_numbers(), active=ACTIVE)
-            # Torch's own roots in fp64 may miss the last bit, and weight decay passes that on to the moments.
-            exact = dtype == torch.float32
-            limits = {"rtol": 0.0 if exact else 1e-13, "atol": 0.0 if exact else 1e-15}
-            torch.testing.assert_close(ours, theirs, **limits, equal_nan=True)
-        assert not same(ours[0][:2], drawn(n, 0, dtype)[:2])
-
-
-@pytest.mark.usefixtures("by_c")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-@pytest.mark.parametrize("n", SIZES)
-def test_gradient_descent_is_bit_by_bit_that_of_torch(n: int, dtype: torch.dtype) -> None:
-    ours = [drawn(n, seed, dtype) for seed in range(3)]
-    theirs = [tensor.clone() for tensor in ours]
+def adam(n: int, dtype: torch.dtype, amsgrad: bool) -> list[Tensor]:
+    state = [drawn(n, seed, dtype) for seed in range(5)]
+    state[3].abs_(), state[4].abs_()
     for _ in range(3):
-        rows.sgd_rows_(*ours, numbers=sgd_numbers(), active=ACTIVE)
-        reference.sgd_rows_(*theirs, numbers=sgd_numbers(), active=ACTIVE)
-        assert all(same(one, other) for one, other in zip(ours, theirs, strict=True))
-    assert not same(ours[0][:2], drawn(n, 0, dtype)[:2])
+        most = state[4] if amsgrad else None
+        rows.adam_rows_(*state[:4], most, numbers=adam_numbers(), active=ACTIVE)
+    return state
+
+
+def sgd(n: int, dtype: torch.dtype) -> list[Tensor]:
+    state = [drawn(n, seed, dtype) for seed in range(3)]
+    for _ in range(3):
+        rows.sgd_rows_(*state, numbers=sgd_numbers(), active=ACTIVE)
+    return state
+
+
+@pytest.mark.usefixtures("by_c")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("n", SIZES)
+def test_c_and_torch_give_the_same_bits(n: int, dtype: torch.dtype) -> None:
+    found = agree(sgd, n, dtype)
+    for amsgrad in (False, True):
+        ours, theirs = by_both(adam, n, dtype, amsgrad)
+        # Torch's own roots in fp64 may miss the last bit, and weight decay passes that on to the moments.
+        exact = dtype == torch.float32
+        limits = {"rtol": 0.0 if exact else 1e-13, "atol": 0.0 if exact else 1e-15}
+        torch.testing.assert_close(ours, theirs, **limits, equal_nan=True)
+        assert not same(ours[0][:2], drawn(n, 0, dtype)[:2])
+    assert not same(found[0][:2], drawn(n, 0, dtype)[:2])
 
 
 @pytest.mark.parametrize("native", ["0", "1"])

@@ -41,12 +41,6 @@ def decoded(codec: Codec, x: Tensor, key: int = 5) -> Tensor:
     return codec.decode(codec.encode(x, {}, key), x, key)
 
 
-def test_one_bit_is_more_than_31_times_smaller_than_single_precision() -> None:
-    n = 1 << 20
-    assert 4 * n / OneBit().nbytes(n) > 31
-    assert 2 * n / OneBit().nbytes(n) > 15.5
-
-
 @for_each(CODECS)
 def test_a_vector_of_zeros_is_decoded_as_zeros_even_with_minus_signs(codec: Codec) -> None:
     for zero in (0.0, -0.0):
@@ -105,31 +99,6 @@ def test_workers_share_a_key_and_their_shifts_divide_the_unit_interval() -> None
 
 # -- means and variances -----------------------------------------------------------------------------------------------
 
-HARD = torch.tensor(
-    [1.0, -1.0, 0.5, 0.0, 1e-3, -0.37, 0.99, -1 / 3]
-    + [0.01] * 8
-    + [0.2, -0.1]
-    + [0.0] * 6
-    + [-7.0, 1e-8, 3.0, 0.0, 2.0, 1.0, 0.5, 0.25]
-)
-DRAWS = 3000
-
-
-def many(codec: Codec, x: Tensor) -> Tensor:
-    """One vector, encoded and decoded many times; its length is a number of blocks."""
-    return decoded(codec, x.repeat(DRAWS), draw_key(0, 1)).view(DRAWS, -1)
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4])
-@pytest.mark.parametrize("dither", [False, True])
-def test_the_variance_of_levels_is_within_its_bound(bits: int, dither: bool) -> None:
-    step = 1.0 / (2 ** (bits - 1) - 1)
-    variance = (many(Quantize(bits, 16, dither=dither), HARD[:16]) - HARD[:16]).square().mean(0)
-    if dither:
-        assert torch.allclose(variance, torch.tensor(step**2 / 12), rtol=0.15)
-    else:
-        assert (variance <= 1.1 * step**2 / 4).all()
-
 
 @for_each([2, 3, 5, 8])
 def test_the_largest_element_and_whole_levels_are_sent_exactly(bits: int) -> None:
@@ -138,13 +107,6 @@ def test_the_largest_element_and_whole_levels_are_sent_exactly(bits: int) -> Non
     x[0], x[-1] = -levels * 0.25, levels * 0.25
     for key in range(20):
         assert torch.allclose(decoded(Quantize(bits, 256), x, key), x, rtol=1e-6, atol=0)
-
-
-def test_qsgd_and_natural_compression_stay_within_their_papers_variance() -> None:
-    x = normal(64)
-    for codec in (QSGD(2, 64), QSGD(4, 64), Natural()):
-        error = (many(codec, x) - x).square().sum(1).mean()
-        assert error <= 1.05 * codec.traits.error_bound * x.square().sum()
 
 
 def test_errors_of_independent_draws_average_out_and_those_of_correlated_draws_cancel() -> None:
@@ -192,7 +154,7 @@ def test_terngrad_clips_each_block_at_its_number_of_standard_deviations(elements
 
 def test_natural_compression_rounds_to_the_powers_of_two_around_a_number() -> None:
     x = torch.tensor([3.0, -3.0, 4.0, -0.7, 1e-30, 3e38, 0.0, 1.0])
-    found = many(Natural(), x)
+    found = decoded(Natural(), x.repeat(3000), draw_key(0, 1)).view(3000, -1)
     assert found[:, 0].unique().tolist() == [2.0, 4.0]
     assert found[:, 1].unique().tolist() == [-4.0, -2.0]
     assert found[:, 2].unique().tolist() == [4.0]
@@ -209,19 +171,6 @@ def test_one_bit_sends_signs_and_scales(n: int, norm: str) -> None:
     x = normal(n)
     for codec, block in ((OneBit(64, norm=norm), 64), (OneBit(norm=norm, whole=True), max(n, 1))):  # type: ignore[arg-type]
         assert torch.allclose(decoded(codec, x), oracles.signs(block, norm)(x), rtol=1e-6, atol=0)
-
-
-def test_the_error_of_one_bit_is_that_of_its_theorem() -> None:
-    x = normal(64).pow(3)
-    left = lambda norm: float((x - decoded(OneBit(64, norm=norm), x)).square().sum())  # noqa: E731
-    mean, root, square = float(x.abs().mean()), float(x.square().mean().sqrt()), float(x.square().sum())
-    assert left("l1") == pytest.approx(square - 64 * mean**2, rel=1e-5)
-    assert left("l2") == pytest.approx(2 * (square - 64 * mean * root), rel=1e-5)
-
-
-def test_elements_of_one_size_are_exact_in_one_bit() -> None:
-    x = torch.where(normal(200) > 0, 0.75, -0.75)
-    assert torch.equal(decoded(OneBit(64), x), x)
 
 
 @for_each([*CODECS])

@@ -159,11 +159,6 @@ def test_choco_names_the_rank_whose_parameters_are_not_finite() -> None:
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_in_one_bit_sends_a_thirty_first_of_the_bytes() -> None:
-    card = explain(AllReduce(ErrorFeedback(OneBit())), parameters=[1 << 20] * 4, workers=4)
-    assert 31 < card.all_reduce_bytes_per_step / card.sent_bytes_per_step < 32
-
-
 def test_the_savings_of_periods_and_codecs_multiply() -> None:
     plain = explain(LocalSGD(8), parameters=[1 << 20] * 4, workers=4)
     coded = explain(LocalSGD(8, codec=Quantize(4)), parameters=[1 << 20] * 4, workers=4)

@@ -14,10 +14,8 @@ from tests.oracles import common as oracles
 from tests.problems import Irregular
 from tests.rules import for_each, refusals
 from thinwire import (
-    BipartiteExponential,
     Complete,
     ConfigError,
-    Gossip,
     Hierarchical,
     Hypercube,
     OnePeerExponential,
@@ -54,11 +52,6 @@ def test_one_peer_leaves_at_most_a_quarter_of_any_disagreement_after_a_period() 
 @pytest.mark.parametrize(("n", "left"), [(3, 0.25), (5, 0.20), (6, 0.22), (7, 0.125), (12, 0.21), (24, 0.21)])
 def test_one_peer_agrees_as_fast_as_known(n: int, left: float) -> None:
     assert disagreement(OnePeerExponential(), n) == pytest.approx(left, abs=0.005)
-
-
-def test_a_bipartite_graph_needs_an_even_number_of_workers() -> None:
-    with pytest.raises(ConfigError, match=r"with 7 workers: needs an even number.*Use 6 or 8 workers, or Random"):
-        Gossip(BipartiteExponential()).check(7)
 
 
 def test_workers_must_fill_whole_nodes() -> None:
