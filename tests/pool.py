@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import socket
 import time
 import traceback
@@ -56,7 +57,7 @@ class RankProcess:
         """Collect the result, or what went wrong; nothing outlives this."""
         try:
             if self.inbox.poll(max(0.0, deadline - time.monotonic())):
-                self.result, self.error = self.inbox.recv()
+                self.result, self.error = pickle.loads(self.inbox.recv_bytes())
             else:
                 self.error = "no answer before the deadline"
         except EOFError:
@@ -127,9 +128,10 @@ def _main(
             master_listen_fd=descriptor,
         )
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
-        outbox.send((work(*arguments), None))
+        # Whole tensors: the pipe's own way would share memory with a process that ends.
+        outbox.send_bytes(pickle.dumps((work(*arguments), None)))
     except BaseException:
-        outbox.send((None, traceback.format_exc()))
+        outbox.send_bytes(pickle.dumps((None, traceback.format_exc())))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from math import inf
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from tests.battery.runs import PARTS, SHAPES, SIZES, Oracle, Setting
 from tests.methods.strategies.async_runs import end_step, replicas
 from tests.methods.strategies.leader_runs import losses_of
-from tests.methods.strategies.test_dynamic import share_of, two_stages
+from tests.methods.strategies.test_dynamic import Means, two_stages
 from tests.methods.strategies.test_server import run_in_order
 from tests.methods.strategies.test_sketched import matrix
 from tests.oracles import asynchronous, backup, codecs, one_bit, sketched, updates
@@ -23,7 +22,6 @@ from tests.oracles.machines import Machine, path
 from thinwire import ADPSGD, DQSGD, ParameterServer, RandomMatching
 from thinwire.core.kernels import uniform
 from thinwire.methods.codecs.base import draw_key
-from thinwire.methods.strategies.gradients.bit_rules import BitLedger, Step
 
 Graph = Callable[[int, torch.dtype], Mixing]
 
@@ -155,29 +153,10 @@ def choco(block: int, step_size: float, graph: Graph) -> Oracle:
 
 
 def quantized(strategy: DQSGD) -> Oracle:
-    """DQ-SGD, with the bits that the rule chooses from the scales of the step before."""
+    """DQ-SGD, with the bits that the rule chooses."""
 
     def oracle(s: Setting) -> Tensor:
-        sizes = [part.stop - part.start for part in PARTS]
-        ledger, known = BitLedger(), [inf] * len(PARTS)
-        share = share_of(s.size, dither=strategy.dither, answer=strategy.answer)
-
-        def mean(rows: Tensor, k: int) -> Tensor:
-            nonlocal ledger, known
-            if s.size == 1:
-                return rows[0]
-            rate, found = s.plain_rates[k], torch.zeros_like(rows[0])
-            bits = [strategy.rule.choose(ledger, Step([known[i]], [n], rate, share))[0] for i, n in enumerate(sizes)]
-            bits = strategy.rule.choose(ledger, Step(known, sizes, rate, share)) if k else bits
-            for part, b in zip(PARTS, bits, strict=True):
-                key = draw_key(0, k, offset=part.start)
-                found[part] = two_stages(
-                    rows[:, part], b, strategy.block, key, dither=strategy.dither, answer=strategy.answer
-                )
-            known = [sketched.squares(rows[:, part], strategy.block) for part in PARTS]
-            ledger = strategy.rule.settle(ledger, Step(known, sizes, rate, share), bits)
-            return found
-
+        mean = Means(strategy, PARTS, s.plain_rates) if s.size > 1 else lambda rows, _: rows[0]
         return updates.mean_of(mean, s.problem.gradient, s.start, s.update(), s.steps)
 
     return oracle

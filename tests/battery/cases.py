@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.battery import adapters as to
 from tests.battery.runs import Case, case
+from tests.methods.topology.graphs import GRAPHS
 from tests.oracles import codecs, common, diloco
 from tests.oracles import machines as m
 from tests.problems import Irregular
@@ -23,21 +24,17 @@ from thinwire import (
     AllReduce,
     AsyncLeaderSGD,
     BackupWorkers,
-    BaseGraph,
     BetweenNodes,
     Bf16,
-    BipartiteExponential,
     BitBudget,
     Budget,
     Choco,
     ChunkedTopK,
     CoCoD,
     Codec,
-    Complete,
     CompressedMomentum,
     DecentLaM,
     DiLoCo,
-    DirectedExponential,
     DoubleAveraging,
     EagerPushSum,
     ErrorBound,
@@ -51,8 +48,6 @@ from thinwire import (
     FromGraph,
     Gathered,
     Gossip,
-    Hierarchical,
-    Hypercube,
     LeaderGradientDescent,
     LeaderSGD,
     Local,
@@ -67,7 +62,6 @@ from thinwire import (
     Offloaded,
     OneBit,
     OneBitAdam,
-    OnePeerExponential,
     OuterOptimizer,
     OverlapLocalSGD,
     Paced,
@@ -86,14 +80,11 @@ from thinwire import (
     Sketch,
     SketchedSGD,
     SlowMo,
-    Star,
     Strategy,
     Streaming,
-    SymmetricExponential,
     TernGrad,
     TopK,
     Topology,
-    Torus,
     ZeroOne,
     ZeroOneAdam,
 )
@@ -413,15 +404,10 @@ CODECS: list[CodecCase] = [
 """Every codec."""
 
 TOPOLOGIES: list[Topology] = [
-    *(Ring(), Torus(), Star(), Star("push-sum"), Complete(), Hypercube(), OnePeerExponential(), DirectedExponential()),
-    *(SymmetricExponential(), SymmetricExponential(base=4), PPeerExponential(), PPeerExponential(degree=3)),
-    *(BipartiteExponential(), RandomMatching(seed=3, draws=8), BaseGraph(), BaseGraph(degree=2)),
+    *GRAPHS,
     *(Periodic(), Periodic(PPeerExponential(), 3), Periodic(RandomMatching(draws=4), 2)),
-    *(Hierarchical(), Hierarchical(3, inside=Ring(), between=BaseGraph(), every=4)),
-    *(
-        FromGraph(edges=((0, 1), (1, 2), (1, 3), (3, 4))),
-        FromGraph(((0, 1), (1, 2), (2, 0)), directed=True, weights="push-sum"),
-    ),
+    FromGraph(edges=((0, 1), (1, 2), (1, 3), (3, 4))),
+    FromGraph(((0, 1), (1, 2), (2, 0)), directed=True, weights="push-sum"),
 ]
 """Every topology."""
 

@@ -76,8 +76,7 @@ def test_a_linear_layer_is_the_serial_one_in_either_storage(rows: int, columns: 
     for outputs in (12, 36):
         serial = linear(H, outputs)
         expected, found = both(serial, lambda mesh, s=serial: split(s, mesh, layout), rows, columns)
-        for name in expected:
-            torch.testing.assert_close(found[name], expected[name], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_linear_layer_takes_the_storage_that_moves_less() -> None:
@@ -120,8 +119,7 @@ def test_norms_are_the_serial_ones(rows: int, columns: int, kind: str) -> None:
         return LayerNorm2D(serial.weight, serial.bias, mesh, size=H)
 
     expected, found = both(serial, make, rows, columns)
-    for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("eps", [None, 0.0, 1e-3])

@@ -83,8 +83,7 @@ def test_the_loss_and_every_gradient_are_those_of_the_serial_model(rows: int, co
     for ours, grads in run(rows, columns, work, panels):
         torch.testing.assert_close(ours, loss.detach(), rtol=1e-12, atol=1e-12)
         assert grads.keys() == expected.keys()
-        for name in expected:
-            torch.testing.assert_close(grads[name], expected[name], rtol=1e-10, atol=1e-13)
+        torch.testing.assert_close(grads, expected, rtol=1e-10, atol=1e-13)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +135,7 @@ def test_torch_clips_by_the_norm_of_the_whole_mesh(order: float) -> None:
 
     for norm, found in run(2, 2, work):
         torch.testing.assert_close(norm, expected, rtol=1e-10, atol=0)
-        for name, gradient in serial_gradients(serial).items():
-            torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-12)
+        torch.testing.assert_close(found, serial_gradients(serial), rtol=1e-5, atol=1e-12)
 
 
 BLOCK_NORMS: dict[str, Any] = {
@@ -216,8 +214,7 @@ def test_torch_s_encoder_with_masks_and_a_tied_head_is_laid_out(rows: int, colum
     for ours, grads in run(rows, columns, work):
         torch.testing.assert_close(ours, logits.detach(), rtol=1e-10, atol=1e-10)
         assert grads.keys() == expected.keys()
-        for name in expected:
-            torch.testing.assert_close(grads[name], expected[name], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(grads, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_a_vocabulary_that_cannot_be_cut_is_padded() -> None:
@@ -235,8 +232,7 @@ def test_a_vocabulary_that_cannot_be_cut_is_padded() -> None:
 
     ours, grads = run(2, 2, work)[0]
     torch.testing.assert_close(ours, loss.detach())
-    for name, expected in serial_gradients(serial).items():
-        torch.testing.assert_close(grads[name], expected)
+    torch.testing.assert_close(grads, serial_gradients(serial))
 
 
 @pytest.mark.parametrize(("rows", "columns"), SQUARE[1:])
@@ -250,8 +246,7 @@ def test_training_with_dropout_is_the_same_on_every_mesh(rows: int, columns: int
     assert losses[0] != train(Encoder().double(), serial_loss, lambda m: None)[0]
     ours, parameters = run(rows, columns, work)[0]
     torch.testing.assert_close(ours, losses, rtol=1e-10, atol=1e-10)
-    for name in state:
-        torch.testing.assert_close(parameters[name], state[name], rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(parameters, state, rtol=1e-7, atol=1e-7)
 
 
 # -- checkpointing ----------------------------------------------------------------------------------------------------
@@ -363,8 +358,7 @@ def test_a_gradient_is_accumulated_over_several_passes() -> None:
         return gradients(model, mesh)
 
     grads = run(2, 2, work)[0]
-    for name, expected in serial_gradients(serial).items():
-        torch.testing.assert_close(grads[name], expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(grads, serial_gradients(serial), rtol=1e-10, atol=1e-12)
 
 
 # -- precision --------------------------------------------------------------------------------------------------------

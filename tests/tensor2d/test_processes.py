@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -34,7 +32,7 @@ from thinwire.tensor2d import (
     whole_state,
 )
 
-Arrays = dict[str, np.ndarray[Any, Any]]
+Tensors = dict[str, Tensor]
 
 
 def steps(mesh: Mesh2D) -> tuple[list[Tensor], dict[str, Tensor], float, float]:
@@ -72,7 +70,7 @@ def products_equal_dtensor_s(mesh: Mesh2D) -> None:
             torch.testing.assert_close(ours, oracle, rtol=1e-12, atol=1e-12)
 
 
-def everything(folder: str) -> tuple[list[Any], dict[str, Any], float, float]:
+def everything(folder: str) -> tuple[list[Tensor], dict[str, Tensor], float, float]:
     mesh = mesh_2d((2, 2), panels=Panels(2), timeout=20)
     rank = dist.get_rank()
     assert (mesh.row, mesh.column) == divmod(rank, 2)
@@ -92,8 +90,7 @@ def everything(folder: str) -> tuple[list[Any], dict[str, Any], float, float]:
         x, y = drawn(8, 12, seed=1, dtype=kind), drawn(12, 20, seed=2, dtype=kind)
         ours = multiply_ab(block_of(x, mesh), block_of(y, mesh), mesh)
         torch.testing.assert_close(ours, block_of((x.double() @ y.double()).to(kind), mesh))
-    losses, state, norm, nbytes = found
-    return [x.numpy() for x in losses], {name: x.numpy() for name, x in state.items()}, norm, nbytes
+    return found
 
 
 @pytest.mark.slow
@@ -101,36 +98,32 @@ def test_four_processes_train_like_four_threads_and_count_the_same_bytes() -> No
     expected = run(2, 2, steps, Panels(2))
     with tempfile.TemporaryDirectory() as folder:
         found = run_processes(4, everything, folder)
-    for (losses, state, norm, nbytes), (our_losses, our_state, our_norm, our_nbytes) in zip(
-        expected, found, strict=True
-    ):
-        torch.testing.assert_close([torch.tensor(x) for x in our_losses], losses, rtol=1e-12, atol=1e-12)
-        assert abs(our_norm - norm) < 1e-12 * norm
-        assert our_nbytes == nbytes
-        for name in state:
-            torch.testing.assert_close(torch.from_numpy(our_state[name].copy()), state[name], rtol=1e-10, atol=1e-12)
+    for (our_losses, our_state, *ours), (losses, state, *theirs) in zip(found, expected, strict=True):
+        torch.testing.assert_close(our_losses, losses, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(our_state, state, rtol=1e-10, atol=1e-12)
+        assert ours == pytest.approx(theirs, rel=1e-12)  # the norm and the bytes
 
 
-def on_meshes(shapes: list[tuple[int, int]]) -> list[tuple[Arrays, dict[str, float], float, Arrays]]:
+def on_meshes(shapes: list[tuple[int, int]]) -> list[tuple[Tensors, dict[str, float], float, Tensors]]:
     """On each mesh: the products with their gradients, what they sent, and one step of a model."""
     return [on_mesh(mesh_2d(shape, panels=Panels(2), timeout=20)) for shape in shapes]
 
 
-def on_mesh(mesh: Mesh2D) -> tuple[Arrays, dict[str, float], float, Arrays]:
+def on_mesh(mesh: Mesh2D) -> tuple[Tensors, dict[str, float], float, Tensors]:
     assert (mesh.row, mesh.column) == divmod(dist.get_rank(), mesh.columns)
-    products: Arrays = {}
+    products: Tensors = {}
     sent: dict[str, float] = {}
     for kind in PRODUCTS:
         before = mesh.payload_bytes
         found = product_and_gradients(kind, mesh, Panels(2), torch.float64)
         sent[kind] = mesh.payload_bytes - before
-        products.update({f"{kind}{place}": block.numpy() for place, block in enumerate(found)})
+        products.update({f"{kind}{place}": block for place, block in enumerate(found)})
     model = parallelized(mesh)
     loss = mesh_loss(model, mesh)
     loss.backward()
     clip_gradient_norm_(model, 0.5, mesh)
     torch.optim.SGD(model.parameters(), lr=0.1, foreach=False).step()
-    return products, sent, float(loss.detach()), {name: x.numpy() for name, x in whole_state(model, mesh).items()}
+    return products, sent, float(loss.detach()), whole_state(model, mesh)
 
 
 def serial_step() -> tuple[float, dict[str, Tensor]]:
@@ -157,7 +150,7 @@ def test_processes_on_every_mesh_multiply_and_train_like_one(shapes: list[tuple[
             a.requires_grad_(), b.requires_grad_()
             c = multiply(a, b)
             for number, whole in enumerate((c, *torch.autograd.grad((c * weight).sum(), (a, b)))):
-                blocks = [torch.from_numpy(products[f"{kind}{number}"]) for products, *_ in found]
+                blocks = [products[f"{kind}{number}"] for products, *_ in found]
                 torch.testing.assert_close(joined(blocks, rows, columns), whole.detach(), rtol=1e-12, atol=1e-12)
         # Forward and both gradients send the same, except that the two gradients of ABT share one gather along the row.
         for layout, once in (("AB", 0.0), ("ABT", M * N / rows * (columns - 1) / columns)):
@@ -165,8 +158,7 @@ def test_processes_on_every_mesh_multiply_and_train_like_one(shapes: list[tuple[
             assert [sent[layout] for _, sent, _, _ in found] == pytest.approx([nbytes] * len(found), rel=1e-12)
         for _, _, ours, parameters in found:
             assert ours == pytest.approx(loss, rel=1e-12)
-            for name, whole in state.items():
-                torch.testing.assert_close(torch.tensor(parameters[name]), whole, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(parameters, state, rtol=1e-10, atol=1e-12)
 
 
 def wrong_meshes() -> None:

@@ -127,12 +127,10 @@ def cut(recipe: str, mesh: Mesh3D) -> tuple[list[Tensor], dict[str, Tensor], dic
 
 
 def assert_equal(found: list[Any], expected: list[Any], blocks: int) -> None:
-    for rank, (losses, own, agreed) in enumerate(found):
-        their_losses, their_own, their_agreed = expected[rank // blocks]
+    for rank, (losses, *parameters) in enumerate(found):
+        their_losses, *theirs = expected[rank // blocks]
         torch.testing.assert_close(losses, their_losses, rtol=1e-9, atol=1e-10)
-        for name in their_own:
-            torch.testing.assert_close(own[name], their_own[name], rtol=1e-7, atol=1e-8)
-            torch.testing.assert_close(agreed[name], their_agreed[name], rtol=1e-7, atol=1e-8)
+        torch.testing.assert_close(parameters, theirs, rtol=1e-7, atol=1e-8)
 
 
 @pytest.mark.slow
@@ -145,22 +143,7 @@ def test_copies_on_meshes_train_like_whole_ones(recipe: str) -> None:
 
 def in_processes(rows: int, columns: int) -> list[Any]:
     mesh = mesh_3d((2, rows, columns), timeout=20)
-    return [_as_arrays(cut(recipe, mesh)) for recipe in RECIPES]
-
-
-def _as_arrays(found: tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]) -> Any:
-    losses, own, agreed = found
-    return (
-        [x.numpy() for x in losses],
-        {name: x.numpy() for name, x in own.items()},
-        {name: x.numpy() for name, x in agreed.items()},
-    )
-
-
-def _as_tensors(found: Any) -> Any:
-    losses, own, agreed = found
-    own, agreed = ({name: torch.from_numpy(x.copy()) for name, x in each.items()} for each in (own, agreed))
-    return [torch.tensor(x) for x in losses], own, agreed
+    return [cut(recipe, mesh) for recipe in RECIPES]
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 2), (2, 1)])
@@ -169,7 +152,7 @@ def test_copies_on_meshes_of_processes_train_like_whole_ones(rows: int, columns:
     found = run_processes(4, in_processes, rows, columns)
     for k, recipe in enumerate(RECIPES):
         expected = run_threads(2, lambda comm, recipe=recipe: whole(recipe, comm), timeout=20)
-        assert_equal([_as_tensors(each[k]) for each in found], expected, 2)
+        assert_equal([each[k] for each in found], expected, 2)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from tests.methods.optimizers.one_bit_runs import SIZES, begun, kept, parameters
 from tests.oracles import one_bit as oracles
 from tests.problems import Regression, distance, flat
 from tests.rules import refusals
-from thinwire import AllReduce, Comm, Worker
+from thinwire import AllReduce, Comm, Strategy, Worker
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.one_bit import OneBit
 from thinwire.methods.optimizers.one_bit_adam import OneBitAdam
@@ -89,32 +89,31 @@ def test_it_equals_its_oracle(size: int, decay: float) -> None:
         assert not torch.equal(found[13, 0], found[13, 1]), "workers must have taken local steps"
 
 
-def test_with_gradients_at_every_step_it_is_adam_without_corrections_bit_for_bit() -> None:
-    problem = Regression(2, 12, torch.float32)
+@pytest.mark.parametrize(
+    ("ours", "theirs", "dtype"),
+    [
+        # Gradients at every step: Adam without corrections.
+        (ZeroOne(variance_steps=20, variance_doubling=20), AllReduce(), torch.float32),
+        # A warm-up, and no local step.
+        (
+            ZeroOne(OneBit(block=8), variance_steps=8, variance_doubling=8, most_local=1),
+            CompressedMomentum(OneBit(block=8), warmup_steps=8),
+            torch.float64,
+        ),
+    ],
+    ids=str,
+)
+def test_at_the_ends_of_its_settings_it_is_adam_or_one_bit_adam_bit_for_bit(
+    ours: Strategy, theirs: Strategy, dtype: torch.dtype
+) -> None:
+    problem = Regression(2, 20, dtype)
 
     def body(comm: Comm, strategy: Any, kind: Any) -> Tensor:
         worker = begun(comm, strategy, problem.model(), kind, lr=0.03, weight_decay=0.1)
-        path = torch.stack(taken(worker, problem, 0, 12))
-        worker.detach()
-        return path
-
-    always = ZeroOne(variance_steps=12, variance_doubling=12)
-    found = thinwire.run_threads(2, lambda comm: body(comm, always, ZeroOneAdam))
-    plain = thinwire.run_threads(2, lambda comm: body(comm, AllReduce(), OneBitAdam))
-    assert torch.equal(found[0], plain[0])
-
-
-def test_with_a_warm_up_and_no_local_step_it_is_one_bit_adam() -> None:
-    problem = Regression(2, 20, torch.float64)
-
-    def body(comm: Comm, strategy: Any, kind: Any) -> Tensor:
-        worker = begun(comm, strategy, problem.model(), kind, lr=0.03)
         path = torch.stack(taken(worker, problem, 0, 20))
         worker.detach()
         return path
 
-    ours = ZeroOne(OneBit(block=8), variance_steps=8, variance_doubling=8, most_local=1)
-    theirs = CompressedMomentum(OneBit(block=8), warmup_steps=8)
     found = thinwire.run_threads(2, lambda comm: body(comm, ours, ZeroOneAdam))
     known = thinwire.run_threads(2, lambda comm: body(comm, theirs, OneBitAdam))
     assert torch.equal(found[0], known[0])

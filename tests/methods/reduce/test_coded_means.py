@@ -12,8 +12,23 @@ from torch import Tensor
 
 from tests.grids import fast_where
 from tests.oracles import codecs as oracles
-from thinwire import Bf16, Codec, Comm, CommError, ConfigError, CountingComm, Ring, run_threads
+from thinwire import (
+    BetweenNodes,
+    Bf16,
+    ChunkedTopK,
+    Codec,
+    Comm,
+    CommError,
+    ConfigError,
+    CountingComm,
+    Gathered,
+    Nearest,
+    PowerSGD,
+    Ring,
+    run_threads,
+)
 from thinwire.core.comm.pending import PendingMeans
+from thinwire.core.replica.flat import Segment
 from thinwire.methods.codecs.base import draw_key
 from thinwire.methods.codecs.cast import Fp8, Fp16
 from thinwire.methods.codecs.feedback import ErrorFeedback, resize_errors
@@ -239,20 +254,32 @@ def test_exchanged_meta_vectors_are_counted_like_others(codec: Codec) -> None:
 # -- steps that are skipped --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", [*FEEDBACK, MajorityVote()], ids=str)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_vector_that_is_not_finite_makes_the_mean_nan_and_keeps_residuals(codec: Codec, bad: float) -> None:
-    xs = vectors(3, 3, 40)
-    xs[1, 2, 17] = bad
-    code = codec if isinstance(codec, MajorityVote) else ErrorFeedback(codec)
+# In a matrix, and behind it.
+@pytest.mark.parametrize(("bad", "place"), [(float("nan"), 17), (float("inf"), 38)])
+@pytest.mark.parametrize(
+    "codec",
+    [
+        *map(ErrorFeedback, FEEDBACK),
+        *(MajorityVote(), ErrorFeedback(Gathered(Nearest(4, 16))), PowerSGD(1, 0)),
+        *(BetweenNodes(each) for each in (Bf16(), Quantize(4, 8), ErrorFeedback(Nearest(2, 8)), PowerSGD(1, 0))),
+        *(BetweenNodes(ErrorFeedback(each)) for each in (Gathered(ChunkedTopK(2, 16)), RandomK(0.3, unbiased=False))),
+    ],
+    ids=str,
+)
+def test_a_vector_that_is_not_finite_makes_the_mean_nan_and_keeps_residuals(
+    codec: Codec, bad: float, place: int
+) -> None:
+    xs = vectors(3, 4, 40)
+    xs[1, 2, place] = bad
+    shapes = [Segment("", 0, (8, 4), (4, 1)), Segment("", 32, (8,), (1,))]
 
     def body(comm: Comm) -> tuple[Tensor, State, State]:
-        before = run(comm, xs[:1], code)[1]
+        before = run(comm, xs[:1], codec, segments=shapes)[1]
         kept = {name: x.clone() for name, x in before.items()}
-        means, after = run(comm, xs[:2], code, before, first=1)
+        means, after = run(comm, xs[:2], codec, before, first=1, segments=shapes)
         return means[0], kept, after
 
-    for means, kept, after in run_threads(3, body):
+    for means, kept, after in run_threads(4, body):
         assert means.isnan().all()
         assert kept.keys() == after.keys()
         assert all(torch.equal(kept[name], after[name]) for name in kept)

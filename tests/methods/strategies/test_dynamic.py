@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ import thinwire
 from tests import engine
 from tests.grids import fast_where
 from tests.oracles.sketched import coded, squares
-from tests.problems import Problem, Regression, distance, flat, train, watched
+from tests.problems import Regression, distance, flat, train, watched
 from tests.rules import refusals
 from thinwire import Comm, Replica
 from thinwire.core.kernels import uniform
@@ -65,34 +68,38 @@ def share_of(size: int, *, dither: bool, answer: int | None) -> float:
     return (1 / size + (0 if answer is None else 0.25**answer)) / (3 if dither else 1)
 
 
-def oracle(
-    rule: Rule,
-    problem: Problem,
-    size: int,
-    parts: list[slice],
-    *,
-    block: int,
-    dither: bool = True,
-    answer: int | None = 0,
-) -> tuple[Tensor, list[list[int]]]:
-    """All parameters, and the bits of every part, after every step."""
-    x, ledger, path, chosen = problem.start.expand(size, -1), BitLedger(), list[Tensor](), list[list[int]]()
-    sizes = [part.stop - part.start for part in parts]
-    known, share = [inf] * len(parts), share_of(size, dither=dither, answer=answer)
-    for t, rate in enumerate(RATES):
-        g = problem.gradient(x, t)
-        bits = [rule.choose(ledger, Step([known[i]], [n], rate, share))[0] for i, n in enumerate(sizes)]
-        bits = bits if t == 0 else rule.choose(ledger, Step(known, sizes, rate, share))
-        mean = torch.zeros_like(x[0])
-        for part, b in zip(parts, bits, strict=True):
+@dataclass
+class Means:
+    """Mean gradients, with the bits that the rule chooses from the scales of the step before.
+
+    Attributes:
+        chosen: the bits of every part, at each step.
+    """
+
+    strategy: DQSGD
+    parts: list[slice]
+    rates: Sequence[float]
+    ledger: BitLedger = field(default_factory=BitLedger)
+    known: list[float] = field(default_factory=list[float])
+    chosen: list[list[int]] = field(default_factory=list[list[int]])
+
+    def __call__(self, rows: Tensor, t: int) -> Tensor:
+        rule, block = self.strategy.rule, self.strategy.block
+        stages: Any = {"dither": self.strategy.dither, "answer": self.strategy.answer}
+        sizes, share = [part.stop - part.start for part in self.parts], share_of(len(rows), **stages)
+        if t == 0:
+            # Nothing is known, of one bucket after the other.
+            bits = [rule.choose(self.ledger, Step([inf], [n], self.rates[t], share))[0] for n in sizes]
+        else:
+            bits = rule.choose(self.ledger, Step(self.known, sizes, self.rates[t], share))
+        mean = torch.zeros_like(rows[0])
+        for part, b in zip(self.parts, bits, strict=True):
             key = draw_key(0, t, offset=part.start)
-            mean[part] = two_stages(g[:, part], b, block, key, dither=dither, answer=answer)
-        known = [squares(g[:, part], block) for part in parts]
-        ledger = rule.settle(ledger, Step(known, sizes, rate, share), bits)
-        x = x - rate * mean
-        path.append(x[0])
-        chosen.append(bits)
-    return torch.stack(path), chosen
+            mean[part] = two_stages(rows[:, part], b, block, key, **stages)
+        self.known = [squares(rows[:, part], block) for part in self.parts]
+        self.ledger = rule.settle(self.ledger, Step(self.known, sizes, self.rates[t], share), bits)
+        self.chosen.append(bits)
+        return mean
 
 
 @pytest.mark.parametrize(
@@ -105,9 +112,12 @@ def test_on_threads_it_equals_its_oracle_bits_and_all(rule: Rule, answer: int | 
     assert torch.equal(both, both[:, :1].expand_as(both))
     seen, rows = both[..., :34], both[..., 34:].long()
     parts = [slice(int(start), int(stop)) for start, stop, _ in rows[-1, 0].view(-1, 3)]
-    wanted, bits = oracle(rule, problem, 3, parts, block=8, dither=dither, answer=answer)
-    assert rows[:, 0].reshape(8, -1, 3)[:, :, 2].tolist() == bits
-    assert distance(seen[:, 0], wanted) < 1e-5
+    x, mean, path = problem.start.expand(3, -1), Means(strategy, parts, RATES), list[Tensor]()
+    for t, rate in enumerate(RATES):
+        x = x - rate * mean(problem.gradient(x, t), t)
+        path.append(x[0])
+    assert rows[:, 0].reshape(8, -1, 3)[:, :, 2].tolist() == mean.chosen
+    assert distance(seen[:, 0], torch.stack(path)) < 1e-5
 
 
 # -- what the rules know -----------------------------------------------------------------------------------------------

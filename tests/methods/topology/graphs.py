@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,7 +22,6 @@ from thinwire import (
     Topology,
     Torus,
 )
-from thinwire.methods.topology.base import Peers
 
 Matrix = NDArray[np.float64]
 SIZES = range(1, 129)
@@ -62,21 +59,9 @@ def exists(topology: Topology, n: int) -> bool:
     return True
 
 
-@cache
-def seen(topology: Topology, n: int) -> list[list[Peers]]:
-    """Every rank's peers at every step of a period."""
-    return [[topology.peers(rank, n, step) for rank in range(n)] for step in range(topology.period(n))]
-
-
 def mixings(topology: Topology, n: int) -> list[Matrix]:
-    """The mixing matrices of a period, from the senders in every rank's peers."""
-    found: list[Matrix] = []
-    for ranks in seen(topology, n):
-        mixing = np.diag([peers.own for peers in ranks])
-        for rank, peers in enumerate(ranks):
-            mixing[rank, list(peers.src)] += peers.weights
-        found.append(mixing)
-    return found
+    """The mixing matrices of a period."""
+    return [topology.matrix(n, step) for step in range(topology.period(n))]
 
 
 def product(topology: Topology, n: int) -> Matrix:
@@ -85,16 +70,3 @@ def product(topology: Topology, n: int) -> Matrix:
     for mixing in mixings(topology, n):
         mixed = mixing @ mixed
     return mixed
-
-
-def disagreement(topology: Topology, n: int) -> float:
-    """The largest share of any disagreement that is left after one period."""
-    return float(np.linalg.norm(product(topology, n) - 1 / n, 2))
-
-
-def reaches_all(sends: NDArray[np.bool_]) -> bool:
-    """Whether there is a path from every rank to every other, by squaring."""
-    reach = sends | np.eye(len(sends), dtype=bool)
-    for _ in range(max(1, (len(sends) - 1).bit_length())):
-        reach = (reach.astype(float) @ reach) > 0
-    return bool(reach.all())

@@ -7,9 +7,9 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from tests.methods.topology.graphs import mixings, reaches_all
+from tests.methods.topology.graphs import mixings
 from tests.rules import for_each, refusals
-from thinwire import ConfigError, FromGraph, Gossip, PushSum, Ring, Star, Topology, Torus, parse
+from thinwire import ConfigError, FromGraph, Gossip, PushSum, Ring, Star, Torus, parse
 from thinwire.methods.strategies.recipe import parse_topology
 from thinwire.methods.topology.analysis import symmetric
 from thinwire.methods.topology.base import check_edges, doubly_stochastic
@@ -147,9 +147,3 @@ test_edges_and_weights_that_make_no_graph_are_refused = refusals(
     ],
     lambda arguments: FromGraph(**arguments),
 )
-
-
-def test_a_graph_from_networkx_has_its_edges() -> None:
-    topology: Topology = FromGraph.from_networkx(nx.karate_club_graph())
-    assert reaches_all(mixings(topology, 34)[0] > 0)
-    assert topology.period(34) == 1

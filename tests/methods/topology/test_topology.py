@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.methods.topology.graphs import disagreement, product
+from tests.methods.topology.graphs import product
 from tests.oracles import common as oracles
 from tests.problems import Irregular
 from tests.rules import for_each, refusals
@@ -23,6 +23,7 @@ from thinwire import (
     Topology,
 )
 from thinwire.methods.topology import Peers
+from thinwire.methods.topology.analysis import contraction
 from thinwire.methods.topology.base import check_edges, doubly_stochastic
 
 
@@ -46,12 +47,12 @@ def test_powers_of_two_average_exactly_in_one_period(topology: Topology) -> None
 
 def test_one_peer_leaves_at_most_a_quarter_of_any_disagreement_after_a_period() -> None:
     for n in range(1, 65):
-        assert disagreement(OnePeerExponential(), n) <= 0.25 + 1e-12
+        assert contraction(OnePeerExponential(), n) <= 0.25 + 1e-12
 
 
 @pytest.mark.parametrize(("n", "left"), [(3, 0.25), (5, 0.20), (6, 0.22), (7, 0.125), (12, 0.21), (24, 0.21)])
 def test_one_peer_agrees_as_fast_as_known(n: int, left: float) -> None:
-    assert disagreement(OnePeerExponential(), n) == pytest.approx(left, abs=0.005)
+    assert contraction(OnePeerExponential(), n) == pytest.approx(left, abs=0.005)
 
 
 def test_workers_must_fill_whole_nodes() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import thinwire
 from tests.battery.cases import STRATEGIES, is_of_a_family
 from tests.battery.runs import Case, ended, together
-from tests.battery.test_processes import KINDS
+from tests.battery.test_processes import FIRST
 from tests.grids import fast_where
 from tests.planning.simulate.helpers import setting_of, simulated
 from tests.pool import run_processes
@@ -23,7 +23,6 @@ from thinwire.planning.simulate import Network
 from thinwire.worker.worker import internals_of
 
 DETERMINISTIC = [each for each in STRATEGIES if each.reproducible]
-FIRST = [next(each for each in DETERMINISTIC if type(each.strategy) is kind) for kind in KINDS]
 
 
 @pytest.mark.parametrize("each", fast_where(is_of_a_family, DETERMINISTIC), ids=str)
