@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import thinwire
 from tests.oracles.common import irregular_targets
 from thinwire import Comm, Replica, Strategy, Topology, Worker
+from thinwire.core.comm.group import comm_for
 from thinwire.methods.topology import Peers
 
 
@@ -151,52 +152,84 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).clone()
 
 
+Reported = Callable[[int, int, Tensor], Tensor | float | None]
+"""From rank, step and loss to the loss that is reported."""
+
+
+def begin(
+    comm: Comm | None,
+    strategy: Strategy,
+    problem: Problem,
+    starts: Tensor | None = None,
+    factors: Sequence[float] = (1.0,),
+    **settings: Any,
+) -> Worker:
+    """Attach a problem's model and SGD.
+
+    Args:
+        comm: of this rank; None for that of its process.
+        strategy: the recipe.
+        problem: what is trained.
+        starts: a row of parameters for each rank; otherwise all start from the problem's.
+        factors: of the learning rates of parameter groups; parameters are assigned to the groups in turn.
+        settings: momentum and the like.
+    """
+    model, comm = problem.model(), comm or comm_for()
+    init: Literal["broadcast", "own"] = "broadcast"
+    if starts is not None:
+        init = "own"
+        nn.utils.vector_to_parameters(starts[comm.rank].clone(), model.parameters())
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[i :: len(factors)], "factor": factor} for i, factor in enumerate(factors)]
+    optimizer = torch.optim.SGD(groups, **{"lr": 1.0, **settings})
+    return thinwire.attach(model, optimizer, strategy, comm=comm, init=init, bucket_bytes=40)
+
+
+def go_on(
+    worker: Worker,
+    problem: Problem,
+    rates: Sequence[float],
+    first: int = 0,
+    *,
+    reported: Reported = lambda rank, step, loss: loss,
+    after_step: Callable[[Worker], None] | None = None,
+) -> Worker:
+    """The loop of any user, with a learning rate for each step; `after_step` is called with the worker."""
+    for step, rate in enumerate(rates, first):
+        for group in worker.optimizer.param_groups:
+            group["lr"] = rate * group["factor"]
+        worker.optimizer.zero_grad()
+        loss = problem.loss(worker.model, worker.comm.rank, step)
+        loss.backward()
+        worker.record_batch(loss=reported(worker.comm.rank, step, loss.detach()))
+        worker.optimizer.step()
+        if after_step is not None:
+            after_step(worker)
+    return worker
+
+
 def train(
     comm: Comm | None,
     strategy: Strategy,
     problem: Problem,
     rates: Sequence[float],
     *,
-    starts: Tensor | None = None,
-    factors: Sequence[float] = (1.0,),
+    reported: Reported = lambda rank, step, loss: loss,
     after_step: Callable[[Worker], None] | None = None,
     **settings: Any,
 ) -> Worker:
-    """One rank's real run: a user's loop, with SGD of the given settings and a learning rate for each step.
-
-    Args:
-        comm: of this rank; None for a single worker.
-        strategy: the recipe.
-        problem: what is trained.
-        rates: one learning rate for each step.
-        starts: a row of parameters for each rank; otherwise all start from the problem's.
-        factors: of the learning rates of parameter groups; parameters are assigned to the groups in turn.
-        after_step: called with the worker after every step.
-        settings: momentum and the like.
-    """
-    model = problem.model()
-    init: Literal["broadcast", "own"] = "broadcast"
-    if starts is not None and comm is not None:
-        init = "own"
-        nn.utils.vector_to_parameters(starts[comm.rank].clone(), model.parameters())
-    groups = [{"params": list(model.parameters())[i :: len(factors)]} for i in range(len(factors))]
-    optimizer = torch.optim.SGD(groups, lr=1.0, **settings)
-    worker = thinwire.attach(model, optimizer, strategy, comm=comm, init=init, bucket_bytes=40)
-    for step, rate in enumerate(rates):
-        for group, factor in zip(optimizer.param_groups, factors, strict=True):
-            group["lr"] = rate * factor
-        optimizer.zero_grad()
-        problem.loss(model, worker.comm.rank, step).backward()
-        optimizer.step()
-        if after_step is not None:
-            after_step(worker)
+    """One rank's whole run, with the settings of `begin`."""
+    worker = begin(comm, strategy, problem, **settings)
+    go_on(worker, problem, rates, reported=reported, after_step=after_step)
     worker.detach()
     return worker
 
 
 def together(n: int, strategy: Strategy, problem: Problem, rates: Sequence[float], **settings: Any) -> Tensor:
     """The parameters of n threads after training, stacked."""
-    return torch.stack(thinwire.run_threads(n, lambda c: flat(train(c, strategy, problem, rates, **settings).model)))
+    return torch.stack(
+        thinwire.run_threads(n, lambda c: flat(train(c, strategy, problem, rates, **settings).model), timeout=20)
+    )
 
 
 def watched(

@@ -232,7 +232,8 @@ class TwoRates(Machine):
         self.period, self.inner = period, inner
 
     def moved(self, x: Tensor, move: Tensor, rate: float | Tensor, losses: Losses) -> Tensor:
-        self.total = self.total + move.mean(0)
+        # The mean over the workers that have data.
+        self.total = self.total + move.sum(0) / max(1, int((move != 0).any(1).sum()))
         x = x + self.inner * move
         if self.k % self.period == 0:
             x = self.average(x)

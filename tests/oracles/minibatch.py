@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Minibatch, local, inner/outer and accelerated SGD once more, straight from the papers: workers on the leading axis.
+"""Minibatch and accelerated SGD once more, straight from the papers: workers on the leading axis.
 
 The plain second opinion that real runs are compared to; nothing in here knows thinwire.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from tests.oracles.common import Gradient
@@ -20,31 +19,6 @@ def minibatch(gradient: Gradient, x: Tensor, rates: Sequence[float], *, period: 
     for first in range(0, steps - steps % period, period):
         total = sum(rates[k] * gradient(x, k).mean(0) for k in range(first, first + period))
         x = x - total
-    return x
-
-
-def inner_outer(
-    gradient: Gradient, x: Tensor, rates: Sequence[float], *, period: int, inner: float, active: Sequence[int] = ()
-) -> Tensor:
-    """Rounds of local steps of `inner` times the rate, and one step of the whole rate along all their gradients.
-
-    Args:
-        gradient: of all workers at a step; zero for those without data.
-        x: where they begin.
-        rates: the outer rate at each step.
-        period: steps of a round.
-        inner: inner over outer rate.
-        active: how many workers have data, at each step; otherwise all.
-    """
-    steps = len(rates)
-    begun, total = x, torch.zeros_like(x[0])
-    for k in range(steps):
-        g = gradient(x, k)
-        total = total + rates[k] * g.sum(0) / (active[k] if active else len(x))
-        x = x - inner * rates[k] * g
-        if (k + 1) % period == 0:
-            begun = x = begun - total
-            total = torch.zeros_like(total)
     return x
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine import attach, batch, drawn, flat, momentum
+from tests.methods.strategies.backup_runs import loss_of
 from tests.oracles.backup import backup_workers
 from thinwire import BackupWorkers, Comm, run_threads
 from thinwire.asynchronous.quorum.log import memberships
@@ -19,11 +20,6 @@ STEPS = 12
 
 def normed() -> nn.Sequential:
     return drawn(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
-
-
-def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
-    x, y = batch(rank, step)
-    return (model(x) - y).square().mean()
 
 
 def running_mean(rank: int, steps: list[int]) -> Tensor:

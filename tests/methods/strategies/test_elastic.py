@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import thinwire
-from tests.methods.strategies.leader_runs import DoubleWell, begin, go_on, starts_of, together, train
+from tests.methods.strategies.leader_runs import DoubleWell, starts_of
 from tests.oracles.common import Descent
 from tests.oracles.machines import Elastic, path
-from tests.problems import Regression, average_outside, distance, flat
+from tests.problems import Regression, average_outside, begin, distance, flat, go_on, together, train
 from tests.rules import refusals
 from thinwire import Comm, ConfigError, run_threads
 from thinwire.methods.strategies.local.elastic_averaging import EASGD

@@ -12,10 +12,10 @@ from torch import Tensor
 
 import thinwire
 from tests.grids import fast_where
-from tests.methods.strategies.leader_runs import DoubleWell, begin, go_on, losses_of, starts_of, together
+from tests.methods.strategies.leader_runs import DoubleWell, losses_of, starts_of
 from tests.oracles.common import Descent
 from tests.oracles.machines import Leader, path
-from tests.problems import Regression, distance, flat, quadratic
+from tests.problems import Regression, begin, distance, flat, go_on, quadratic, together
 from tests.rules import refusals
 from thinwire import AsyncLeaderSGD, Comm, Local, run_threads
 from thinwire.methods.strategies.leader.election import chain_broadcast_, chain_from, two_level_broadcast_

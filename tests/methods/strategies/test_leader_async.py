@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous leader SGD: how many steps a round has, its barriers, and that it is leader SGD at equal speeds."""
+"""Asynchronous leader SGD: how many steps a round has, and its barriers. The battery has its oracle."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.methods.strategies.leader_runs import DoubleWell, begin, go_on, losses_of, starts_of, together
+from tests.methods.strategies.leader_runs import DoubleWell, losses_of, starts_of
 from tests.pool import run_processes
-from tests.problems import Regression, flat
+from tests.problems import Regression, begin, flat, go_on, together
 from thinwire import Comm, CommTimeoutError, Local, run_threads
 from thinwire.asynchronous.async_leader import AsyncLeaderSGD
-from thinwire.methods.strategies.leader.leader import LeaderSGD
 from thinwire.planning.plan.traffic import DryRun
 from thinwire.worker.worker import internals_of
 
@@ -57,22 +56,6 @@ def test_a_round_has_its_budget_of_steps_and_at_most_one_more_of_each_other_work
     for size in sizes_of(rounds):
         assert n * period <= size <= n * period + n - 1
     assert len(sizes_of(rounds)) >= 30 // (period + 1)
-
-
-@pytest.mark.parametrize("n", [2, 4])
-def test_at_equal_speeds_it_is_leader_sgd(n: int) -> None:
-    problem, starts = Regression(n, STEPS, DOUBLE), starts_of(n)
-
-    def body(comm: Comm) -> Tensor:
-        worker = begin(comm, AsyncLeaderSGD(period=4, pull=0.3), problem, starts, momentum=0.9)
-        for step in range(STEPS):
-            go_on(worker, problem, RATES[step : step + 1], step)
-            internals_of(worker).wait_pending()
-        worker.detach()
-        return flat(worker.model)
-
-    found = torch.stack(run_threads(n, body, timeout=20))
-    assert torch.equal(found, together(n, LeaderSGD(period=4, pull=0.3), problem, RATES, starts=starts, momentum=0.9))
 
 
 def test_without_a_pull_workers_train_by_themselves() -> None:

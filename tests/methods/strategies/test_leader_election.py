@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import thinwire
-from tests.methods.strategies.leader_runs import DoubleWell, begin, go_on, losses_of, starts_of, together, train
+from tests.methods.strategies.leader_runs import DoubleWell, losses_of, starts_of
 from tests.oracles.common import Descent
 from tests.oracles.machines import Leader, path
-from tests.problems import Regression, distance, flat, quadratic
+from tests.problems import Regression, begin, distance, flat, go_on, quadratic, together, train
 from tests.rules import for_each, refusals
 from thinwire import Comm, ConfigError, CountingComm, Local, Replica, run_threads
 from thinwire.core.replica.replica import as_number

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 import pytest
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 import thinwire
 from tests.grids import fast_where
 from tests.methods.strategies.local_runs import adamw, begin, ended, go_on, sent, sgd
-from tests.oracles import minibatch as oracles
+from tests.oracles.common import Descent, Gradient
+from tests.oracles.machines import TwoRates, path
 from tests.problems import Regression, distance, flat, quadratic, together
 from tests.rules import refusals
 from thinwire import AllReduce, Codec, Comm, ErrorFeedback, Fp32, Quantize, Replica, Worker
@@ -26,16 +28,16 @@ STEPS = 14
 RATES = [0.0, 0.02, 0.04, 0.06, 0.06, 0.05, 0.0, 0.0, 0.03, 0.03, 0.03, 0.03, 0.02, 0.02]
 
 
-def expected(n: int, period: int, inner: float) -> Tensor:
-    problem = Regression(n, STEPS, DOUBLE)
-    return oracles.inner_outer(problem.gradient, problem.start.expand(n, -1), RATES, period=period, inner=inner)
+def expected(problem: Regression, inner: float, gradient: Gradient, rates: Sequence[float]) -> Tensor:
+    return path(TwoRates(4, inner=inner), gradient, problem.start.expand(problem.size, -1), Descent(rates), rates)[-1]
 
 
 @pytest.mark.parametrize("inner", [0.0, 0.3, 1.0, 1.5])
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_rounds_equal_their_oracle_under_any_schedule(n: int, inner: float) -> None:
-    real = together(n, MinibatchLocalSGD(4, inner), Regression(n, STEPS, DOUBLE), RATES)
-    assert distance(real, expected(n, 4, inner)) < 1e-12
+    problem = Regression(n, STEPS, DOUBLE)
+    real = together(n, MinibatchLocalSGD(4, inner), problem, RATES)
+    assert distance(real, expected(problem, inner, problem.gradient, RATES)) < 1e-12
 
 
 def accumulated(comm: Comm, problem: Regression, period: int, lr: float) -> Tensor:
@@ -107,9 +109,7 @@ def test_gradients_are_averaged_over_the_workers_that_still_have_data() -> None:
     def gradient(x: Tensor, step: int) -> Tensor:
         return torch.tensor([[float(step < length)] for length in lengths], dtype=DOUBLE) * problem.gradient(x, step)
 
-    active = [sum(step < length for length in lengths) for step in range(8)]
-    start = problem.start.expand(3, -1)
-    wanted = oracles.inner_outer(gradient, start, [0.05] * 8, period=4, inner=0.5, active=active)
+    wanted = expected(problem, 0.5, gradient, [0.05] * 8)
     assert distance(torch.stack(thinwire.run_threads(3, body)), wanted) < 1e-12
 
 

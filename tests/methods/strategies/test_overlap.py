@@ -60,15 +60,6 @@ def test_forms_that_the_battery_does_not_have_equal_their_oracle(n: int) -> None
         assert distance(real, wanted) < 1e-12, strategy
 
 
-VARIANTS = [
-    OverlapLocalSGD(period=2, pull=0.6, momentum=0.0),
-    OverlapLocalSGD(period=2, pull=0.6, momentum=0.7),
-    OverlapLocalSGD(period=2, pull=0.2, momentum=0.7),
-    OverlapLocalSGD(period=3, pull=0.5, momentum=0.9, lr=0.4, nesterov=True),
-    OverlapLocalSGD(period=4, pull=0.5, momentum=0.9, lr=0.4, nesterov=True, delay=1),
-]
-
-
 @pytest.mark.parametrize("base", [OverlapLocalSGD(period=4), LocalSGD(4), SlowMo(period=4), CoCoD(period=4)], ids=str)
 def test_one_fragment_is_the_base(base: Strategy) -> None:
     problem = Regression(3, STEPS, torch.float32)
@@ -114,7 +105,17 @@ test_recipes_that_cannot_work_are_refused_with_the_reason = refusals(
 )
 
 
-@pytest.mark.parametrize("strategy", VARIANTS, ids=str)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        OverlapLocalSGD(period=2, pull=0.6, momentum=0.0),
+        OverlapLocalSGD(period=2, pull=0.6, momentum=0.7),
+        OverlapLocalSGD(period=2, pull=0.2, momentum=0.7),
+        OverlapLocalSGD(period=3, pull=0.5, momentum=0.9, lr=0.4, nesterov=True),
+        OverlapLocalSGD(period=4, pull=0.5, momentum=0.9, lr=0.4, nesterov=True, delay=1),
+    ],
+    ids=str,
+)
 def test_after_an_average_from_outside_the_anchor_does_not_go_on_moving(strategy: OverlapLocalSGD) -> None:
     def work(comm: Comm) -> tuple[Tensor, Tensor]:
         model = torch.nn.Linear(3, 1, bias=False).double()

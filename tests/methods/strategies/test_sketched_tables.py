@@ -44,13 +44,6 @@ def test_one_row_is_off_by_nothing_on_average_and_by_no_more_than_its_variance()
     assert off.square().mean() < 1.05 * deviation**2
 
 
-def test_the_norm_can_be_estimated_from_a_table() -> None:
-    for key in range(5):
-        x = normal(5000, key)
-        estimate = float(table_of(x, 5, 512, key).square().sum(1).median())
-        assert abs(estimate / float(x.square().sum()) - 1) < 3 * sqrt(2 / 512)
-
-
 def test_two_elements_share_a_cell_no_more_often_than_at_random() -> None:
     columns, rows, keys = 16, 5, 200
     for i, j in ((0, 1), (0, 16), (3, 35), (5, 21), (15, 16)):

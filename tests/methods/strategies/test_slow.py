@@ -10,19 +10,11 @@ from torch import Tensor
 import thinwire
 from tests.oracles.common import Descent
 from tests.oracles.machines import Machine, SlowMomentum, path
-from tests.problems import Regression, distance, flat, quadratic, together, train, watched
+from tests.problems import Regression, distance, quadratic, together, watched
 from tests.rules import refusals
-from thinwire import Comm, Local, LocalSGD, PushSum, Replica, SlowMo, Strategy
+from thinwire import Local, LocalSGD, PushSum, Replica, SlowMo, Strategy
 
 DOUBLE = torch.float64
-
-
-def test_the_anchor_is_where_the_last_slow_step_ended() -> None:
-    for strategy in (SlowMo(period=4), SlowMo(period=4, momentum=0.0)):
-        seen = watched(3, strategy, quadratic(3, DOUBLE), [0.1] * 10, slow_vectors)
-        x, anchor, _ = seen.chunk(3, dim=-1)
-        assert torch.equal(anchor[3:7], x[3].expand(4, -1, -1))
-        assert torch.equal(anchor[7:], x[7].expand(3, -1, -1))
 
 
 def slow_vectors(r: Replica) -> Tensor:
@@ -66,18 +58,6 @@ def test_each_parameter_group_has_a_slow_rate_of_its_own() -> None:
     wanted = path(SlowMomentum(Machine(), 5, momentum=0.6, lr=0.9), problem.gradient, start, update, rates)
     assert distance(slow, wanted[-1]) < 1e-12
     assert torch.equal(slow[0, 24:32], problem.start[24:32])
-
-
-def test_local_sgd_leaves_all_workers_equal_after_a_round_and_calls_once_for_it() -> None:
-    def body(comm: Comm) -> tuple[Tensor, int]:
-        worker = train(comm, LocalSGD(4), Regression(3, 12, torch.float32), [])
-        before = comm.meter.messages
-        worker = train(comm, LocalSGD(4), Regression(3, 12, torch.float32), [0.1] * 12, momentum=0.9)
-        return flat(worker.model), comm.meter.messages - 2 * before
-
-    ended = thinwire.run_threads(3, body)
-    assert all(torch.equal(x, ended[0][0]) for x, _ in ended)
-    assert [calls for _, calls in ended] == [3, 3, 3]
 
 
 test_recipes_that_cannot_work_are_refused_with_the_value_and_the_rule = refusals(

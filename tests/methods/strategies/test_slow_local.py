@@ -15,7 +15,6 @@ from tests.oracles.machines import Means, Nodes, path
 from tests.problems import Regression, distance, flat, quadratic, watched
 from tests.rules import refusals
 from thinwire import (
-    AllReduce,
     Comm,
     ConfigError,
     Fp32,
@@ -158,13 +157,6 @@ def test_weighted_nodes_average_by_their_ranks_samples() -> None:
     assert distance(real, wanted) < 1e-11
     whole = ended(4, strategy, problem, 4, sgd(0.05), before_step=record)
     assert torch.equal(whole, whole[:1].expand_as(whole))
-
-
-@pytest.mark.parametrize("n", [2, 4])
-def test_a_warm_up_is_all_reduce_under_momentum(n: int) -> None:
-    problem = Regression(n, STEPS, DOUBLE)
-    warm = ended(n, LocalSGD(period=100, warmup_steps=STEPS), problem, STEPS, sgd(0.05))
-    assert distance(warm, ended(n, AllReduce(), problem, STEPS, sgd(0.05))) < 1e-12
 
 
 def test_after_the_warm_up_workers_average_every_period() -> None:

@@ -114,13 +114,6 @@ def test_slow_state_is_kept_in_single_precision_at_least() -> None:
     assert torch.equal(r.x, r.state["anchor"].bfloat16())
 
 
-def test_the_slow_state_can_be_kept_on_the_host() -> None:
-    strategy = Offloaded(DiLoCo(period=2, outer=OuterOptimizer("Adam", lr=0.1)))
-    r = Replica(torch.zeros(4), torch.zeros(0), thinwire.CountingComm(0, 1), lr=lambda: 1.0)
-    strategy.start(r)
-    assert r.state["base/anchor"].device.type == "cpu"
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("strategy", STRATEGIES[:5], ids=str)
