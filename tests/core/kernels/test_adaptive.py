@@ -12,9 +12,6 @@ import torch
 from torch import Tensor
 
 from tests.core.kernels.natives import agree, drawn, same_bits
-from tests.core.kernels.natives import by_c as by_c
-from tests.core.kernels.natives import implementation as implementation
-from tests.core.kernels.natives import library as library
 from tests.rules import for_each
 from thinwire import ConfigError
 from thinwire.core.kernels import adaptive

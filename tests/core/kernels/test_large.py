@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.core.kernels.natives import drawn, mixed
-from tests.core.kernels.natives import implementation as implementation
 from tests.rules import for_each
 from thinwire import ConfigError, NonFiniteError
 from thinwire.core.kernels import (
@@ -164,16 +162,6 @@ def test_a_table_as_long_as_the_vector_loses_nothing() -> None:
     for columns in (1000, 1500):
         assert unsketch(table_of(x, 3, columns), None, 1000, key=0).equal(x)
         assert heavy(table_of(x, 3, columns), 1000, 20, key=0).tolist() == by_sorting(x, 20)
-
-
-@pytest.mark.slow
-def test_elements_collide_as_rarely_as_random_ones() -> None:
-    columns, keys = 50, 4000
-    for i, j in ((0, 1), (0, 50), (3, 77), (10, 1234)):
-        met = sum(cell_of(i, 0, columns, key)[0] == cell_of(j, 0, columns, key)[0] for key in range(keys))
-        assert met == 0 if i // columns == j // columns else met < keys / columns + 4 * (keys / columns) ** 0.5
-        signs = Counter(cell_of(i, 0, columns, key)[1] * cell_of(j, 0, columns, key)[1] for key in range(keys))
-        assert abs(signs[1.0] - signs[-1.0]) < 4 * keys**0.5
 
 
 def test_few_estimates_are_far_off() -> None:

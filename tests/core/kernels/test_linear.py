@@ -6,8 +6,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.core.kernels.natives import by_c as by_c
-from tests.core.kernels.natives import library as library
 from thinwire.core.kernels import base, linear
 from thinwire.errors import ConfigError
 

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from tests.core.kernels.natives import agree, same, same_bits
-from tests.core.kernels.natives import by_c as by_c
-from tests.core.kernels.natives import library as library
 from tests.grids import fast_where
 from thinwire.core import kernels
 from thinwire.core.kernels import base, native
@@ -358,11 +356,3 @@ def test_native_code_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert base.compiled(torch.empty(1)) is None
     monkeypatch.setenv("THINWIRE_NATIVE", "1")
     assert base.compiled(torch.empty(1, device="meta")) is None
-
-
-def test_exported_functions_have_the_prefix_of_the_package() -> None:
-    folder = Path(kernels.__file__).parent / "c"
-    for path in folder.glob("*.c"):
-        lines = path.read_text().splitlines()
-        exported = [line for line in lines if line[:5] in ("void ", "int64") and "(" in line]
-        assert all("thinwire_" in line for line in exported)

@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.core.kernels.natives import agree, same
-from tests.core.kernels.natives import by_c as by_c
-from tests.core.kernels.natives import library as library
 from thinwire.core.kernels import normalised
 from thinwire.errors import ConfigError
 
@@ -45,12 +43,9 @@ def test_layer_normalisation_is_bit_by_bit_that_of_torch(n: int, shared: bool) -
     agree(layer_norms, n, shared)
 
 
-@pytest.mark.parametrize("native", ["0", "1"])
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("n", [3, 64, 2000])
-def test_layer_normalisation_and_its_gradients_are_torch_s_for_each_model(
-    n: int, native: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("THINWIRE_NATIVE", native)
+def test_layer_normalisation_and_its_gradients_are_torch_s_for_each_model(n: int) -> None:
     x, gain, shift, gradient = rows_to_normalise(n)
     found, mean, scale = normalised.layer_norm(x, gain, shift, eps=1e-2)
     ours = normalised.layer_norm_back(gradient, x, gain, mean, scale)
@@ -81,9 +76,8 @@ def test_rows_that_cannot_be_normalised_are_refused() -> None:
             normalised.layer_norm_back(x, x, gain, *moments)
 
 
-@pytest.mark.parametrize("native", ["0", "1"])
-def test_rows_of_several_axes_are_normalised_as_flat_ones(native: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("THINWIRE_NATIVE", native)
+@pytest.mark.usefixtures("implementation")
+def test_rows_of_several_axes_are_normalised_as_flat_ones() -> None:
     x, gain, shift, gradient = rows_to_normalise(12)
     deep, own, moved = x.view(3, 2, 3, 4, 3), gain.view(3, 4, 3), shift.view(3, 4, 3)
     flat, apart = normalised.layer_norm(x, gain, shift, eps=1e-5), normalised.layer_norm(deep, own, moved, eps=1e-5)
@@ -138,13 +132,10 @@ def test_channels_are_bit_by_bit_those_of_torch(layout: str, places: int) -> Non
     agree(batch_norms, layout, places)
 
 
-@pytest.mark.parametrize("native", ["0", "1"])
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("samples", [1, SAMPLES])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_channels_and_their_gradients_are_torch_s_for_each_model(
-    layout: str, samples: int, native: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("THINWIRE_NATIVE", native)
+def test_channels_and_their_gradients_are_torch_s_for_each_model(layout: str, samples: int) -> None:
     settings, axis = settings_of(layout), LAYOUTS[layout]
     x, gain, shift, gradient = blocks_to_normalise(40, layout, samples)
     found, *moments = normalised.batch_norm(x, gain, shift, **settings)

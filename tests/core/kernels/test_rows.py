@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from tests.core.kernels.natives import agree, by_both, same
-from tests.core.kernels.natives import by_c as by_c
-from tests.core.kernels.natives import library as library
 from thinwire.core.kernels import rows
 from thinwire.errors import ConfigError
 

@@ -19,23 +19,6 @@ def table_of(x: Tensor, rows: int, columns: int, key: int) -> Tensor:
     return table
 
 
-def test_tables_of_whole_numbers_add_up_exactly() -> None:
-    x, y = ((10 * normal(1000, seed)).round() for seed in (3, 4))
-    added = table_of(x, 5, 64, 7) + table_of(y, 5, 64, 7)
-    assert torch.equal(added, table_of(x + y, 5, 64, 7))
-    assert torch.equal(-3 * table_of(x, 5, 64, 7), table_of(-3 * x, 5, 64, 7))
-
-
-def test_an_estimate_is_seldom_off_by_more_than_two_standard_errors() -> None:
-    far = total = 0
-    for key in range(20):
-        x = normal(4000, key)
-        off = (unsketch(table_of(x, 5, 256, key), None, 4000, key=key) - x).abs()
-        far += int((off > 2 * x.norm() / sqrt(256)).sum())
-        total += 4000
-    assert far / total < 0.1035  # three of five rows, each with a probability of a quarter at most
-
-
 def test_one_row_is_off_by_nothing_on_average_and_by_no_more_than_its_variance() -> None:
     x = normal(600, 1)
     off = torch.stack([unsketch(table_of(x, 1, 32, key), None, 600, key=key) - x for key in range(400)])
@@ -51,14 +34,10 @@ def test_two_elements_share_a_cell_no_more_often_than_at_random() -> None:
         x[i], x[j] = 1.0, 4.0
         lines = torch.cat([table_of(x, rows, columns, key) for key in range(keys)])
         met = (lines != 0).sum(1) == 1
+        assert not (i // columns == j // columns and met.any())
         alike = lines.sum(1).abs() - 4  # 5 in all where signs are equal, otherwise 3
         assert float(met.double().mean()) < 1 / columns + 4 * sqrt(1 / columns / (rows * keys))
         assert abs(float(alike.mean())) < 5 / sqrt(rows * keys)
-
-
-def test_a_table_as_wide_as_the_vector_holds_it_whole() -> None:
-    x = normal(100, 2)
-    assert torch.equal(unsketch(table_of(x, 3, 100, 9), None, 100, key=9), x)
 
 
 def test_four_candidates_for_each_hold_nearly_all_of_the_largest() -> None:

@@ -197,24 +197,3 @@ def test_negative_and_infinite_samples_are_refused(samples: float) -> None:
     with pytest.raises(ConfigError, match="must be finite and not negative"):
         worker.record_batch(samples)
     worker.detach()
-
-
-def test_coded_differences_are_from_where_a_round_was_begun_anew() -> None:
-    strategy = LocalSGD(4, codec=thinwire.Quantize(4, 8))
-
-    def work(comm: Comm) -> torch.Tensor:
-        model = torch.nn.Linear(7, 1, bias=False)
-        torch.nn.init.zeros_(model.weight)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        (r,) = thinwire.attach(model, optimizer, strategy, comm=comm).replicas
-        begun = torch.linspace(-1, 2, 7)
-        for step in range(8):
-            if step == 5:
-                r.x.copy_(begun)
-                strategy.restart(r)
-            model.weight.grad = torch.ones_like(model.weight) * (comm.rank + 1.0) * (step < 5)
-            optimizer.step()
-        return r.x - begun
-
-    for moved in thinwire.run_threads(2, work):
-        assert not moved.any()

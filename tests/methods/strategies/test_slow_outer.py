@@ -185,6 +185,7 @@ def test_optimizers_with_norms_are_told_from_elementwise_ones(outer: OuterOptimi
         Sharded(SlowMo(LocalSGD(2), period=4, momentum=0.0, lr=0.5)),
         SlowMo(Local(), period=4, momentum=0.0, lr=0.5, codec=thinwire.ErrorFeedback(thinwire.TopK(1.0))),
         DiLoCo(period=4, outer=OuterOptimizer("SGD", lr=0.5)),
+        LocalSGD(4, codec=thinwire.Quantize(4, 8)),
     ]
 )
 def test_a_round_that_is_begun_anew_starts_at_the_parameters(strategy: Strategy) -> None:
