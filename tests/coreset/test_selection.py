@@ -108,19 +108,6 @@ def test_gains_shrink_and_are_what_the_cost_falls_by(backend: str) -> None:
         assert total == pytest.approx(found.cost + float(found.gains[k:].sum()), rel=1e-12)
 
 
-def test_what_a_candidate_gains_shrinks_as_others_are_chosen(backend: str) -> None:
-    rows = centred(points(60))
-    rows = rows / unit_of(rows)
-    draw = torch.Generator().manual_seed(3)
-    small, large = TorchNearest(rows), TorchNearest(rows)
-    chosen = torch.randperm(60, generator=draw)[:10].tolist()
-    for position, each in enumerate(chosen):
-        large.take(rows[each], position, each)
-        if position < 4:
-            small.take(rows[each], position, each)
-    assert (small.gains(rows) >= large.gains(rows)).all()
-
-
 def test_a_smaller_budget_is_the_beginning_of_a_larger_one(backend: str) -> None:
     x = points(120)
     assert select(x, budget=30).indices[:11].equal(select(x, budget=11).indices)
@@ -160,13 +147,6 @@ def test_two_threads_choose_what_one_does() -> None:
 
 
 # -- weights, ties and duplicates --------------------------------------------------------------------------------------
-
-
-def test_weights_are_the_sizes_of_clusters(backend: str) -> None:
-    x = points(140)
-    found = select(x, budget=20)
-    assert found.weights.tolist() == clusters(apart(x), found.indices.tolist())
-    assert found.weights.sum() == 140 and found.weights.min() >= 1
 
 
 def test_each_far_blob_gets_one_point_that_weighs_as_much_as_it_has(backend: str) -> None:

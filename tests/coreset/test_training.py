@@ -223,11 +223,6 @@ def test_the_relative_error_is_that_of_the_weighted_sum_of_real_gradients() -> N
     assert relative_error(measured(hidden=True), Subset.whole(N)) < 1e-12
 
 
-def test_scaled_weights_have_mean_one() -> None:
-    chosen = Subset(torch.tensor([1, 2]), torch.tensor([1.0, 9.0], dtype=torch.float64), 10)
-    assert torch.allclose(chosen.scaled, torch.tensor([0.2, 1.8], dtype=torch.float64))
-
-
 @for_each([0.0, -0.1, 1.1, float("nan")])
 def test_a_fraction_out_of_range_is_refused(fraction: float) -> None:
     with pytest.raises(ConfigError, match=r"must lie in \(0, 1\]"):

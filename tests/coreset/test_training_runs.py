@@ -15,7 +15,6 @@ from tests.pool import run_processes
 from tests.rules import refusals
 from thinwire.coreset.baselines import Random
 from thinwire.coreset.craig import Craig
-from thinwire.coreset.subset import Subset
 from thinwire.errors import ConfigError
 from thinwire.lab.runs import RunFolder, Settings, resolve, work
 from thinwire.lab.runs.coreset import POLICIES, ChosenData, parse_policy
@@ -198,20 +197,3 @@ def test_weights_are_in_the_loss() -> None:
     assert float(weights.max() - weights.min()) > 0.1
     losses = torch.nn.functional.cross_entropy(model(x), y, reduction="none")
     assert torch.allclose(data.loss(model, 0), (losses * weights).mean())
-
-
-def test_choosing_leaves_the_model_as_it_was() -> None:
-    data, model = chosen_data(load("digits"), Craig(fraction=0.1, proxy="last_layer"))
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    model.train()
-    data.batch(0)
-    assert model.training
-    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_subset_is_made_of_anything_that_has_indices_and_weights() -> None:
-    data, _ = chosen_data(load("digits"), Craig(fraction=0.1))
-    data.batch(0)
-    copy = Subset.of(data.sampler.subset)
-    assert torch.equal(copy.indices, data.sampler.subset.indices)

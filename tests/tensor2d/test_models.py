@@ -82,7 +82,6 @@ def test_the_loss_and_every_gradient_are_those_of_the_serial_model(rows: int, co
     expected = serial_gradients(serial)
     for ours, grads in run(rows, columns, work, panels):
         torch.testing.assert_close(ours, loss.detach(), rtol=1e-12, atol=1e-12)
-        assert grads.keys() == expected.keys()
         torch.testing.assert_close(grads, expected, rtol=1e-10, atol=1e-13)
 
 
@@ -213,7 +212,6 @@ def test_torch_s_encoder_with_masks_and_a_tied_head_is_laid_out(rows: int, colum
     expected = serial_gradients(serial)
     for ours, grads in run(rows, columns, work):
         torch.testing.assert_close(ours, logits.detach(), rtol=1e-10, atol=1e-10)
-        assert grads.keys() == expected.keys()
         torch.testing.assert_close(grads, expected, rtol=1e-9, atol=1e-12)
 
 

@@ -74,11 +74,8 @@ def test_c_and_torch_give_the_same_bits(n: int, dtype: torch.dtype) -> None:
     assert not same(found[0][:2], drawn(n, 0, dtype)[:2])
 
 
-@pytest.mark.parametrize("native", ["0", "1"])
-def test_inactive_rows_and_neighbours_of_a_row_with_nan_are_unchanged_bitwise(
-    native: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("THINWIRE_NATIVE", native)
+@pytest.mark.usefixtures("implementation")
+def test_inactive_rows_and_neighbours_of_a_row_with_nan_are_unchanged_bitwise() -> None:
     found: list[list[Tensor]] = []
     for broken in (False, True):
         state = [torch.rand(MODELS, 3, 7, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
@@ -109,11 +106,8 @@ def test_the_number_of_threads_changes_no_bit(threads: int, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("decoupled", "amsgrad"), list(itertools.product([False, True], repeat=2)))
-@pytest.mark.parametrize("native", ["0", "1"])
-def test_adam_over_rows_is_torch_s_optimizer_for_each(
-    native: str, decoupled: bool, amsgrad: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("THINWIRE_NATIVE", native)
+@pytest.mark.usefixtures("implementation")
+def test_adam_over_rows_is_torch_s_optimizer_for_each(decoupled: bool, amsgrad: bool) -> None:
     x, *gradients = (drawn(9, seed, torch.float64)[:, :1].expand(-1, 6).contiguous() for seed in range(5))
     mean, square, most = (torch.zeros_like(x) for _ in range(3))
     kind: Any = torch.optim.AdamW if decoupled else torch.optim.Adam
