@@ -121,14 +121,6 @@ def test_svrg_equals_its_oracle(size: int) -> None:
     assert torch.allclose(matrix(layer), expected, atol=1e-12)
 
 
-def test_saga_stores_the_mean_of_its_table() -> None:
-    task = problem()
-    layer, optimizer = train_saga(task, batches_of(50, 4), lr=0.1)
-    table = optimizer.state[layer.weight]["table"]
-    assert torch.allclose(optimizer.state[layer.weight]["mean"], table.T @ task.x / N, atol=1e-14)
-    assert torch.allclose(optimizer.state[layer.bias]["mean"], table.mean(0), atol=1e-14)
-
-
 def kept(state: dict[str, Any]) -> dict[str, Any]:
     """A state, written and read back."""
     tree, tensors = pack(state)

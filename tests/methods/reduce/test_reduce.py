@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
-from tests.problems import Irregular
-from thinwire import Bf16, Comm, Complete, CountingComm, Fp16, OnePeerExponential, Ring, Topology, run_threads
+from thinwire import Comm, CountingComm, Fp16, Ring, run_threads
 from thinwire.methods.reduce.compressed_all_reduce import compressed_mean_, gossip_, mean_, mix_
 from thinwire.methods.topology import Peers
 
@@ -35,32 +34,6 @@ def test_a_mean_with_a_count_divides_by_the_ranks_that_contribute() -> None:
 
     for mean in run_threads(3, body):
         assert torch.allclose(mean, rows(3)[:2].mean(0), rtol=0, atol=1e-15)
-
-
-@pytest.mark.parametrize("n", SIZES)
-def test_a_compressed_mean_is_decoded_into_the_vector(n: int) -> None:
-    def body(comm: Comm) -> Tensor:
-        x = rows(n)[comm.rank].clone()
-        assert compressed_mean_(comm, x, Bf16(), {}).wait() is x
-        return x
-
-    means = torch.stack(run_threads(n, body))
-    assert torch.equal(means, means[:1].expand_as(means))
-    assert torch.equal(means.to(torch.bfloat16).double(), means)
-    assert (means[0] - rows(n).mean(0)).abs().max() < 3 * 2.0**-8 * rows(n).abs().max()
-
-
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("topology", [Ring(), Complete(), OnePeerExponential(), Irregular()], ids=str)
-def test_gossip_is_a_product_with_the_mixing_matrix(n: int, topology: Topology) -> None:
-    def body(comm: Comm, step: int) -> Tensor:
-        x = rows(n)[comm.rank].clone()
-        assert gossip_(comm, x, topology.peers(comm.rank, n, step)).wait() is x
-        return x
-
-    for step in range(3):
-        mixed = torch.stack(run_threads(n, lambda comm, k=step: body(comm, k)))
-        assert torch.allclose(mixed, torch.from_numpy(topology.matrix(n, step)) @ rows(n), rtol=0, atol=1e-15)
 
 
 def test_mixing_weighs_each_vector_by_its_own_weight() -> None:

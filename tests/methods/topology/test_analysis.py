@@ -212,7 +212,7 @@ def mixed(comm: Comm, graphs: list[Topology]) -> list[list[float]]:
 
 @pytest.mark.parametrize("n", [4, 6, 9])
 def test_threads_mix_as_the_matrices_do(n: int) -> None:
-    graphs = [graph for graph in GRAPHS if exists(graph, n)]
+    graphs = [*(graph for graph in GRAPHS if exists(graph, n)), Irregular()]
     rows = run_threads(n, lambda comm: mixed(comm, graphs), timeout=30)
     for place, graph in enumerate(graphs):
         assert np.allclose([row[place] for row in rows], product(graph, n), rtol=0, atol=1e-14), graph
