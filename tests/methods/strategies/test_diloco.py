@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +40,7 @@ from thinwire import (
     Strategy,
     Streaming,
 )
+from thinwire.planning.plan.traffic import DryRun, StepTraffic
 
 DOUBLE = torch.float64
 STEPS = 23
@@ -325,44 +326,34 @@ def test_the_golden_traces_of_torchft_are_met(trace: dict[str, Any]) -> None:
 # -- what is sent, and when --------------------------------------------------------------------------------------------
 
 
+def steps_of(strategy: Strategy, count: int) -> list[StepTraffic]:
+    """What is sent in each step, of sixteen elements in fp32 between two workers."""
+    run = DryRun(strategy, [16], workers=2, rank=0, dtype=torch.float32, bucket_bytes=1)
+    return [run.step() for _ in range(count)]
+
+
 def test_fragments_lower_the_peak_and_neither_they_nor_delays_change_the_sum() -> None:
-    def body(comm: Comm) -> list[float]:
-        model = nn.Linear(16, 1, bias=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        strategy = DiLoCo(period=8, fragments=4, delay=3, mixing=0.5)
-        thinwire.attach(model, optimizer, strategy, comm=comm)
-        seen = [comm.meter.payload_bytes]
-        for _ in range(24):
-            optimizer.step()
-            seen.append(comm.meter.payload_bytes)
-        return [b - a for a, b in pairwise(seen)]
-
-    for sent in thinwire.run_threads(2, body):
-        assert sent[8:16] == sent[16:24]
-        assert sum(sent[8:16]) == 64
-        assert [step for step, nbytes in enumerate(sent[8:16], 9) if nbytes] == [9, 11, 13, 15]
+    sent = [step.sent for step in steps_of(DiLoCo(period=8, fragments=4, delay=3, mixing=0.5), 24)]
+    assert sent[8:16] == sent[16:24]
+    assert sum(sent[8:16]) == 64
+    assert [step for step, nbytes in enumerate(sent[8:16], 9) if nbytes] == [9, 11, 13, 15]
 
 
-def test_the_second_stage_of_a_coded_mean_starts_in_the_middle_of_its_delay() -> None:
-    def body(comm: Comm) -> list[int]:
-        model = nn.Linear(16, 1, bias=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        thinwire.attach(model, optimizer, strategy, comm=comm)
-        seen = [comm.meter.messages]
-        for _ in range(16):
-            optimizer.step()
-            seen.append(comm.meter.messages)
-        return [step for step in range(1, 17) if seen[step] > seen[step - 1]]
-
-    each: dict[Strategy, list[int]] = {
-        DiLoCo(period=8, delay=6, codec=LEVELS): [2, 5, 10, 13],
-        thinwire.OverlapLocalSGD(8, codec=LEVELS): [8, 12, 16],
-        thinwire.OverlapLocalSGD(8, delay=4, codec=SIGNS): [8, 10, 16],
-        thinwire.CoCoD(8, codec=LEVELS): [8, 12, 16],
-        thinwire.EASGD(8, codec=LEVELS): [1, 5, 9, 13],
-    }
-    for strategy, steps in each.items():
-        assert thinwire.run_threads(2, body) == [steps, steps], strategy
+@pytest.mark.parametrize(
+    ("strategy", "steps"),
+    [
+        (DiLoCo(period=8, delay=6, codec=LEVELS), [2, 5, 10, 13]),
+        (thinwire.OverlapLocalSGD(8, codec=LEVELS), [8, 12, 16]),
+        (thinwire.OverlapLocalSGD(8, delay=4, codec=SIGNS), [8, 10, 16]),
+        (thinwire.CoCoD(8, codec=LEVELS), [8, 12, 16]),
+        (thinwire.EASGD(8, codec=LEVELS), [1, 5, 9, 13]),
+    ],
+    ids=str,
+)
+def test_the_second_stage_of_a_coded_mean_starts_in_the_middle_of_its_delay(
+    strategy: Strategy, steps: list[int]
+) -> None:
+    assert [number for number, step in enumerate(steps_of(strategy, 16), 1) if step.messages] == steps
 
 
 test_what_cannot_be_meant_is_refused_with_the_fix = refusals(

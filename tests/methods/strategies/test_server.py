@@ -8,7 +8,6 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,25 +194,6 @@ def test_processes_agree_on_what_the_parameters_have_become() -> None:
     assert all(x == found[0][0] for x, _ in found)
     assert all(math.isfinite(value) for value in found[0][0])
     assert all(seen["staleness_steps"] >= 0 for _, seen in found)
-
-
-def test_a_run_goes_on_from_its_checkpoint_with_every_update(tmp_path: Path) -> None:
-    def body(comm: Comm) -> tuple[Tensor, Tensor]:
-        worker = steps(attach(comm, ParameterServer()), batches(comm.rank, 4))
-        worker.save(tmp_path)
-        with worker.consensus() as model:
-            before = flat(model)
-        worker.detach()
-        again = attach(comm, ParameterServer())
-        again.load(tmp_path)
-        with again.consensus() as model:
-            after = flat(model)
-        steps(again, batches(comm.rank, 4))
-        again.detach()
-        return before, after
-
-    for before, after in run_threads(3, body, timeout=20):
-        assert torch.equal(before, after)
 
 
 @pytest.mark.parametrize("workers", [2, 4, 8])
