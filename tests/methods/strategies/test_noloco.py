@@ -9,6 +9,7 @@ import torch
 import thinwire
 from tests.problems import quadratic, together
 from thinwire import Comm, ConfigError, DiLoCo, NoLoCo, OnePeerExponential, OuterOptimizer, RandomMatching, Replica
+from thinwire.planning.plan.traffic import DryRun
 
 DOUBLE = torch.float64
 
@@ -36,16 +37,9 @@ def test_the_mean_of_workers_under_noloco_moves_as_under_diloco_with_heavy_ball_
 
 @pytest.mark.parametrize(("pull", "vectors"), [(None, 1), (0.7, 1), (0.9, 2)])
 def test_noloco_sends_one_vector_a_round_and_two_with_a_pull_of_its_own(pull: float | None, vectors: int) -> None:
-    def body(comm: Comm) -> float:
-        strategy = NoLoCo(period=2, pull=pull)
-        r = Replica(torch.zeros(100), torch.empty(0), comm, lr=lambda: 0.1)
-        strategy.start(r)
-        for _ in range(6):
-            r.step += 1
-            strategy.after_step(r)
-        return comm.meter.payload_bytes
-
-    assert thinwire.run_threads(2, body) == [3 * vectors * 400.0] * 2
+    strategy = NoLoCo(period=2, pull=pull)
+    run = DryRun(strategy, [100], workers=2, rank=0, dtype=torch.float32, bucket_bytes=1)
+    assert sum(run.step().sent for _ in range(6)) == 3 * vectors * 400.0
 
 
 def test_a_worker_without_a_partner_takes_its_outer_step_alone() -> None:
