@@ -17,7 +17,7 @@ from tests.oracles.common import Descent, Gradient
 from tests.oracles.machines import TwoRates, path
 from tests.problems import Regression, distance, flat, quadratic, together
 from tests.rules import refusals
-from thinwire import AllReduce, Codec, Comm, ErrorFeedback, Fp32, Quantize, Replica, Worker
+from thinwire import AllReduce, Codec, Comm, ErrorFeedback, Fp32, Quantize, Worker
 from thinwire.methods.strategies.local.minibatch_local_sgd import MinibatchLocalSGD
 from thinwire.planning.plan import explain
 from thinwire.worker.worker import internals_of
@@ -111,20 +111,6 @@ def test_gradients_are_averaged_over_the_workers_that_still_have_data() -> None:
 
     wanted = expected(problem, 0.5, gradient, [0.05] * 8)
     assert distance(torch.stack(thinwire.run_threads(3, body)), wanted) < 1e-12
-
-
-def test_a_round_that_was_begun_anew_counts_its_own_gradients_alone() -> None:
-    x = torch.zeros(1, dtype=DOUBLE)
-    r, strategy = Replica(x, x.clone(), thinwire.CountingComm(0, 1), lr=lambda: 0.1), MinibatchLocalSGD(4, 0.0)
-    strategy.start(r)
-    for step in range(4):
-        if step == 2:
-            strategy.restart(r)
-        r.g.fill_(1.0)
-        strategy.before_step(r)
-        r.step += 1
-        strategy.after_step(r)
-    assert r.x.item() == pytest.approx(-0.2)
 
 
 def test_gradients_without_a_number_reach_all_workers_at_the_end_of_the_round() -> None:
