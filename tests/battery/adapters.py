@@ -51,18 +51,20 @@ def matching(graph: RandomMatching) -> Graph:
     return lambda n, dtype: lambda k: torch.tensor(graph.matrix(n, k), dtype=dtype)
 
 
-def coded_gradients(block: int) -> Oracle:
-    """Gradients in signs, bucket by bucket, with the errors kept for the next step."""
+def gradients(mean: Callable[[Setting], codecs.Agreed]) -> Oracle:
+    """Gradients whose means are coded, where there are several workers."""
 
     def oracle(s: Setting) -> Tensor:
-        parts = [part.stop - part.start for part in PARTS]
-        mean = codecs.TwoStages(codecs.signs(block), block, parts)
-        alone = s.size == 1
-        return updates.mean_of(
-            lambda rows, _: rows.mean(0) if alone else mean(rows), s.problem.gradient, s.start, s.update(), s.steps
-        )
+        agreed = mean(s) if s.size > 1 else lambda rows, _: rows[0]
+        return updates.mean_of(agreed, s.problem.gradient, s.start, s.update(), s.steps)
 
     return oracle
+
+
+def coded_gradients(block: int) -> Oracle:
+    """Gradients in signs, bucket by bucket, with the errors kept for the next step."""
+    parts = [part.stop - part.start for part in PARTS]
+    return gradients(lambda s: codecs.TwoStages(codecs.signs(block), block, parts))
 
 
 def first_factor(rank: int, key: Callable[[int], int]) -> Callable[[int], Tensor]:
@@ -78,51 +80,24 @@ def first_factor(rank: int, key: Callable[[int], int]) -> Callable[[int], Tensor
 
 def low_rank_gradients(rank: int) -> Oracle:
     """Gradients as two factors of each matrix, with the errors kept."""
-
-    def oracle(s: Setting) -> Tensor:
-        # A bucket begins at each matrix.
-        mean = codecs.LowRank(rank, SHAPES, first_factor(rank, lambda place: draw_key(0, 0, offset=place)))
-        alone = s.size == 1
-        return updates.mean_of(
-            lambda rows, _: rows.mean(0) if alone else mean(rows), s.problem.gradient, s.start, s.update(), s.steps
-        )
-
-    return oracle
+    # A bucket begins at each matrix.
+    first = first_factor(rank, lambda place: draw_key(0, 0, offset=place))
+    return gradients(lambda s: codecs.LowRank(rank, SHAPES, first))
 
 
 def low_rank(rank: int, first_step: int) -> Callable[[], codecs.Agreed]:
     """Means of the whole vector as two factors of each matrix; the first one is of that step."""
-
-    def begin() -> codecs.Agreed:
-        mean = codecs.LowRank(rank, SHAPES, first_factor(rank, lambda _: draw_key(0, first_step)))
-        return lambda rows, k: mean(rows)
-
-    return begin
+    return lambda: codecs.LowRank(rank, SHAPES, first_factor(rank, lambda _: draw_key(0, first_step)))
 
 
-def in_signs(block: int) -> Callable[[], codecs.Agreed]:
+def in_signs(block: int) -> Callable[[], codecs.TwoStages]:
     """Means of the whole vector in signs, with the errors kept."""
-
-    def begin() -> codecs.Agreed:
-        stages = stages_in_signs(block)()
-        return lambda rows, k: stages(rows)
-
-    return begin
-
-
-def stages_in_signs(block: int) -> Callable[[], codecs.TwoStages]:
-    """The two stages of such a mean."""
     return lambda: codecs.TwoStages(codecs.signs(block), block, [sum(SIZES)])
 
 
 def in_nearest(bits: int, block: int) -> Callable[[], codecs.Agreed]:
     """Means of the whole vector to the nearest levels, with the errors kept."""
-
-    def begin() -> codecs.Agreed:
-        stages = codecs.TwoStages(codecs.nearest(bits, block), block, [sum(SIZES)])
-        return lambda rows, k: stages(rows)
-
-    return begin
+    return lambda: codecs.TwoStages(codecs.nearest(bits, block), block, [sum(SIZES)])
 
 
 def in_levels(bits: int, block: int) -> Callable[[], codecs.Agreed]:
@@ -130,36 +105,19 @@ def in_levels(bits: int, block: int) -> Callable[[], codecs.Agreed]:
     return lambda: lambda rows, k: two_stages(rows, bits, block, draw_key(0, k), dither=False)
 
 
-def coded(method: Callable[..., Tensor], mean: Callable[[], codecs.Agreed | codecs.TwoStages], **words: Any) -> Oracle:
-    """A method around every worker's own optimizer whose means are coded."""
-    return lambda s: method(s.problem.gradient, s.start, s.update(), s.steps, mean(), **words)
+def coded(make: Callable[..., Machine], mean: Callable[[], codecs.Agreed], *, tracked: bool = False) -> Oracle:
+    """A machine whose means are coded; tracked, where workers keep places of their own and errors are kept."""
+    return machine(lambda: make(agree=(codecs.Known if tracked else codecs.coded)(mean())))
 
 
-def coded_rates(method: Callable[..., Tensor], mean: Callable[[], codecs.Agreed], **words: Any) -> Oracle:
-    """One that is given learning rates alone."""
-    return lambda s: method(s.problem.gradient, s.start, s.rates, mean(), **words)
-
-
-def choco(block: int, step_size: float, graph: Graph) -> Oracle:
-    """CHOCO-SGD along every worker's own update."""
-
-    def oracle(s: Setting) -> Tensor:
-        update, mixing = s.update(), graph(s.size, s.dtype)(0)
-        along: Callable[[Tensor, int], Tensor] = lambda x, k: -update(x, s.problem.gradient(x, k), k)  # noqa: E731
-        code, ones = codecs.signs(block), [1.0] * s.steps
-        return codecs.choco(along, s.start, ones, code, mixing=mixing, step_size=step_size)
-
-    return oracle
+def served_overlap(block: int, **words: Any) -> Oracle:
+    """Overlap Local-SGD in signs, whose servers move the anchor."""
+    return lambda s: codecs.served_overlap(s.problem.gradient, s.start, s.update(), s.steps, in_signs(block)(), **words)
 
 
 def quantized(strategy: DQSGD) -> Oracle:
     """DQ-SGD, with the bits that the rule chooses."""
-
-    def oracle(s: Setting) -> Tensor:
-        mean = Means(strategy, PARTS, s.plain_rates) if s.size > 1 else lambda rows, _: rows[0]
-        return updates.mean_of(mean, s.problem.gradient, s.start, s.update(), s.steps)
-
-    return oracle
+    return gradients(lambda s: Means(strategy, PARTS, s.plain_rates))
 
 
 def sketched_sgd(k: int, *, columns: int, rows: int, momentum: float, second_round: int) -> Oracle:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tests.battery import adapters as to
@@ -120,49 +121,40 @@ STRATEGIES: list[Case] = [
     *(
         case(
             MinibatchLocalSGD(3, inner=0.5, codec=codec),
-            to.coded_rates(codecs.coded_rounds, mean, period=3, inner=0.5),
+            to.coded(partial(m.TwoRates, 3, inner=0.5), mean),
             *PLAIN,
             "decay",
             **CODED,
         )
-        for codec, mean in CODES.items()
-    ),
-    case(
-        MinibatchLocalSGD(3, inner=0.5, codec=PowerSGD(1, 0)),
-        to.coded_rates(codecs.coded_rounds, to.low_rank(1, 3), period=3, inner=0.5),
-        *PLAIN,
-        "decay",
-        **CODED,
+        for codec, mean in {**CODES, PowerSGD(1, 0): to.low_rank(1, 3)}.items()
     ),
     case(CoCoD(3), to.machine(lambda: m.Decoupled(3))),
     # Of periods that are short enough for several coded means to be used.
-    *(case(CoCoD(2, codec), to.coded(codecs.coded_cocod, mean, period=2), **CODED) for codec, mean in CODES.items()),
+    *(case(CoCoD(2, codec), to.coded(partial(m.Decoupled, 2), mean), **CODED) for codec, mean in CODES.items()),
     case(OVERLAP, to.machine(lambda: m.Overlap(3))),
     *(
         case(
             OverlapLocalSGD(2, delay=delay, codec=SIGNS),
-            to.coded(codecs.served_overlap, to.stages_in_signs(8), period=2, pull=0.6, momentum=0.7, delay=delay),
+            to.served_overlap(8, period=2, pull=0.6, momentum=0.7, delay=delay),
             **CODED,
         )
         for delay in (None, 1)
     ),
     case(
         OverlapLocalSGD(2, delay=1, codec=Quantize(8, 8)),
-        to.coded(
-            codecs.coded_overlap, CODES[Quantize(8, 8)], feedback=False, period=2, pull=0.6, momentum=0.7, delay=1
-        ),
+        to.coded(partial(m.Overlap, 2, delay=1), CODES[Quantize(8, 8)]),
         **CODED,
     ),
     case(
         OverlapLocalSGD(2, codec=PowerSGD(1, 0)),
-        to.coded(codecs.coded_overlap, to.low_rank(1, 2), feedback=True, period=2, pull=0.6, momentum=0.7),
+        to.coded(partial(m.Overlap, 2), to.low_rank(1, 2), tracked=True),
         **CODED,
     ),
     case(ELASTIC, to.machine(lambda: m.Elastic(3, centre_pull=0.8))),
     *(
         case(
             EASGD(3, centre_pull=0.8, codec=codec),
-            to.coded(codecs.coded_easgd, mean, feedback=codec == SIGNS, period=3, centre_pull=0.8),
+            to.coded(partial(m.Elastic, 3, centre_pull=0.8), mean, tracked=codec == SIGNS),
             **CODED,
         )
         for codec, mean in CODES.items()
@@ -212,7 +204,7 @@ STRATEGIES: list[Case] = [
     # Enough for eight bits.
     case(
         Budget(LocalSGD(3, codec=ErrorFeedback(Nearest(4, 8))), "1MB/step"),
-        to.coded(codecs.coded_local, to.in_nearest(8, 8), period=3),
+        to.coded(partial(m.Means, 3), to.in_nearest(8, 8)),
         **CODED,
     ),
     # Enough for every column, so that means are exact.
@@ -232,7 +224,11 @@ STRATEGIES: list[Case] = [
         NoLoCo(Ring(), 3, lr=0.6, momentum=0.4, pull=0.9),
         to.on_graph(common.ring, lambda w: m.Pairs(w, 3, lr=0.6, momentum=0.4, pull=0.9)),
     ),
-    case(Choco(codec=OneBit(8)), to.choco(8, 0.3, common.ring), **CODED),
+    case(
+        Choco(codec=OneBit(8)),
+        to.on_graph(common.ring, lambda w: m.PublicCopies(w, 0.3, codecs.signs(8))),
+        **CODED,
+    ),
     case(ADPSGD(), to.pairs(ADPSGD()), 1, 3, 5, real=to.pairs_in_order(ADPSGD()), reproducible=False),
     case(PushSum(), to.on_graph(common.one_peer, m.Pushed)),
     case(PushSum(Irregular()), to.on_graph(common.irregular, m.Pushed)),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs, error feedback and CHOCO-SGD once more, straight from their equations: workers on the leading axis.
+"""Codecs and error feedback once more, straight from their equations: workers on the leading axis.
 
 The plain second opinion that real runs are compared to; nothing in here knows thinwire.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.oracles.common import Gradient
+from tests.oracles.machines import Agree
 
 Code = Callable[[Tensor], Tensor]
 Update = Callable[[Tensor, Tensor, int], Tensor]  # what an optimizer adds, from parameters, gradients and the step
@@ -78,7 +79,7 @@ class Decaying:
         self.code, self.decay = code, decay
         self.memory: Tensor | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, k: int = 0) -> Tensor:
         """The agreed vector of n, from a row of n for each worker."""
         memory = x if self.memory is None else self.decay * self.memory + x
         said = torch.stack([self.code(row) for row in memory])
@@ -106,7 +107,7 @@ class TwoStages:
         self.residual: Tensor | None = None
         self.server_owed: Tensor | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, k: int = 0) -> Tensor:
         """The agreed vector of n, from a row of n for each worker."""
         if self.server_owed is None:
             self.server_owed = torch.zeros_like(x[0])
@@ -155,7 +156,7 @@ class LowRank:
         self.error: Tensor | None = None
         self.q: dict[int, Tensor] = {}
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, k: int = 0) -> Tensor:
         """The agreed vector of n, from a row of n for each worker."""
         update = x if self.error is None else x + self.error
         agreed, error, place = torch.zeros_like(x[0]), torch.zeros_like(x), 0
@@ -176,63 +177,29 @@ class LowRank:
         return agreed
 
 
-def coded_local(gradient: Gradient, x: Tensor, update: Update, steps: int, mean: Agreed, *, period: int) -> Tensor:
-    """Local SGD whose averages are agreed on as differences to the last one."""
-    anchor = x[0]
-    for k in range(1, steps + 1):
-        x = x + update(x, gradient(x, k - 1), k - 1)
-        if k % period == 0:
-            anchor = anchor + mean(x - anchor, k)
-            x = anchor.expand_as(x)
-    return x
+def coded(mean: Agreed) -> Agree:
+    """A mean that is agreed on as a difference to the common point."""
+    return lambda rows, common, k: common + mean(rows - common, k)
 
 
 class Known:
-    """The mean of workers who keep places of their own, as everyone knows it.
+    """The mean of workers who keep places of their own, as everyone knows it: each says how far it has come.
 
     Args:
-        mean: of coded rows.
-        feedback: what messages leave out is said later; each then says how far it has come since it last spoke.
-        x: where workers begin.
+        mean: of coded rows; what it leaves out is said later.
     """
 
-    def __init__(self, mean: Agreed, *, feedback: bool, x: Tensor) -> None:
-        self.mean, self.feedback = mean, feedback
-        self.sent, self.known = x, x.mean(0)
+    def __init__(self, mean: Agreed) -> None:
+        self.mean = mean
+        self.sent: Tensor | None = None
 
-    def __call__(self, x: Tensor, common: Tensor, k: int) -> Tensor:
-        """The mean of the rows of x, from a point that they have in common."""
-        if not self.feedback:
-            return common + self.mean(x - common, k)
-        self.known = self.known + self.mean(x - self.sent, k)
-        self.sent = x
+    def __call__(self, rows: Tensor, common: Tensor, k: int) -> Tensor:
+        """The mean of the rows; the first ones come from the common point."""
+        if self.sent is None:
+            self.sent, self.known = common.expand_as(rows), common
+        self.known = self.known + self.mean(rows - self.sent, k)
+        self.sent = rows
         return self.known
-
-
-def coded_overlap(
-    gradient: Gradient,
-    x: Tensor,
-    update: Update,
-    steps: int,
-    mean: Agreed,
-    *,
-    feedback: bool,
-    period: int,
-    pull: float,
-    momentum: float,
-    delay: int | None = None,
-) -> Tensor:
-    """Overlap Local-SGD whose means are agreed on as differences."""
-    known, z, v, sent = Known(mean, feedback=feedback, x=x), x.mean(0), torch.zeros_like(x[0]), x.mean(0)
-    for k in range(1, steps + 1):
-        x = x + update(x, gradient(x, k - 1), k - 1)
-        if (k - (delay or period)) % period == 0:
-            v = momentum * v + sent - z
-            z = z + v
-            x = (1 - pull) * x + pull * z
-        if k % period == 0:
-            sent = known(x, z, k)
-    return x
 
 
 def served_overlap(
@@ -260,71 +227,4 @@ def served_overlap(
             v = momentum * v + mean - z
             z = z + v
             coming = known + stages.coded(z - known, len(x))
-    return x
-
-
-def coded_easgd(
-    gradient: Gradient,
-    x: Tensor,
-    update: Update,
-    steps: int,
-    mean: Agreed,
-    *,
-    feedback: bool,
-    period: int,
-    centre_pull: float,
-) -> Tensor:
-    """EASGD with the paper's pull, whose means are agreed on as differences."""
-    known, centre, pull = Known(mean, feedback=feedback, x=x), x.mean(0), centre_pull / len(x)
-    for k in range(steps):
-        move = update(x, gradient(x, k), k)
-        if k % period == 0:
-            agreed = known(x, centre, k)
-            x, centre = x - pull * (x - centre), (1 - centre_pull) * centre + centre_pull * agreed
-        x = x + move
-    return x
-
-
-def coded_cocod(gradient: Gradient, x: Tensor, update: Update, steps: int, mean: Agreed, *, period: int) -> Tensor:
-    """CoCoD-SGD whose workers say what they have added to the last mean; it is agreed on a round later."""
-    last, sent, begun = x.mean(0), x.mean(0), x
-    for k in range(1, steps + 1):
-        x = x + update(x, gradient(x, k - 1), k - 1)
-        if k % period == 0:
-            x, last = sent + (x - begun), sent
-            sent, begun = last + mean(x - last, k), x
-    return x
-
-
-def coded_rounds(
-    gradient: Gradient,
-    x: Tensor,
-    rates: Sequence[float | Tensor],
-    mean: Agreed,
-    *,
-    period: int,
-    inner: float,
-) -> Tensor:
-    """Rounds of short local steps; what is agreed on is the sum of a round's gradients, in units of its first rate."""
-    begun, total = x, torch.zeros_like(x)
-    for k, rate in enumerate(rates):
-        g = gradient(x, k)
-        unit = rates[k - k % period]
-        total = total + rate / unit * g
-        x = x - inner * rate * g
-        if (k + 1) % period == 0:
-            begun = x = begun - unit * mean(total, k + 1)
-            total = torch.zeros_like(total)
-    return x
-
-
-def choco(
-    gradient: Gradient, x: Tensor, rates: Sequence[float], code: Code, *, mixing: Tensor, step_size: float
-) -> Tensor:
-    """CHOCO-SGD with every public copy written out."""
-    public = x.clone()
-    for k, rate in enumerate(rates):
-        x = x - rate * gradient(x, k)
-        public = public + torch.stack([code(row) for row in x - public])
-        x = x + step_size * (mixing @ public - public)
     return x

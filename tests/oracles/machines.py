@@ -49,6 +49,15 @@ def path(
     return torch.stack(seen)
 
 
+Agree = Callable[[Tensor, Tensor, int], Tensor]
+"""The mean of the rows, from a point that all workers have in common, as agreed on in the message of a step."""
+
+
+def exact(rows: Tensor, common: Tensor, k: int) -> Tensor:
+    """The mean itself."""
+    return rows.mean(0)
+
+
 def best_of(scores: Tensor, among: Sequence[int]) -> int:
     """The lowest rank of those with the least score."""
     return min(among, key=lambda i: (float(scores[i]), i))
@@ -106,31 +115,37 @@ class Shared(Machine):
 class Means(Machine):
     """Local SGD (Stich, 2019)."""
 
-    def __init__(self, period: int, ahead: int = 0, *, warmup: int = 0) -> None:
+    def __init__(self, period: int, ahead: int = 0, *, warmup: int = 0, agree: Agree = exact) -> None:
         super().__init__(ahead)
-        self.period, self.warmup = period, warmup
+        self.period, self.warmup, self.agree = period, warmup, agree
 
     def moved(self, x: Tensor, move: Tensor, rate: float | Tensor, losses: Losses) -> Tensor:
         x = x + move
-        return x if self.k % self.period and self.k > self.warmup else self.average(x)
+        if self.k % self.period and self.k > self.warmup:
+            return x
+        self.point = self.agree(x, self.point, self.k)
+        return self.point.expand_as(x)
+
+    def restart(self, x: Tensor) -> None:
+        self.point = x.mean(0)
 
 
 class Decoupled(Machine):
     """CoCoD-SGD (Shen et al., 2019): the mean of where a round began, plus each worker's own round."""
 
-    def __init__(self, period: int, ahead: int = 0) -> None:
+    def __init__(self, period: int, ahead: int = 0, *, agree: Agree = exact) -> None:
         super().__init__(ahead)
-        self.period = period
+        self.period, self.agree = period, agree
 
     def moved(self, x: Tensor, move: Tensor, rate: float | Tensor, losses: Losses) -> Tensor:
         x = x + move
         if self.k % self.period == 0:
-            x = self.begun.mean(0) + (x - self.begun)
-            self.begun = x
+            self.begun = x = self.sent + (x - self.begun)
+            self.sent = self.agree(x, self.sent, self.k)
         return x
 
     def restart(self, x: Tensor) -> None:
-        self.begun = x
+        self.begun, self.sent = x, x.mean(0)
 
 
 class Overlap(Machine):
@@ -146,9 +161,10 @@ class Overlap(Machine):
         lr: float = 1.0,
         nesterov: bool = False,
         delay: int | None = None,
+        agree: Agree = exact,
     ) -> None:
         super().__init__(ahead)
-        self.period, self.delay = period, delay or period
+        self.period, self.delay, self.agree = period, delay or period, agree
         self.pull, self.momentum, self.lr, self.nesterov = pull, momentum, lr, nesterov
 
     def moved(self, x: Tensor, move: Tensor, rate: float | Tensor, losses: Losses) -> Tensor:
@@ -160,7 +176,7 @@ class Overlap(Machine):
             self.anchor = self.anchor + self.lr * step
             x = (1 - self.pull) * x + self.pull * self.anchor
         if self.k % self.period == 0:
-            self.sent = x.mean(0)
+            self.sent = self.agree(x, self.anchor, self.k)
         return x
 
     def restart(self, x: Tensor) -> None:
@@ -203,9 +219,11 @@ class Elastic(Machine):
         centre_pull: float = 0.9,
         momentum: float = 0.0,
         pull: float | None = None,
+        agree: Agree = exact,
     ) -> None:
         super().__init__(ahead)
         self.period, self.centre_pull, self.momentum, self.pull = period, centre_pull, momentum, pull
+        self.agree = agree
 
     def moved(self, x: Tensor, move: Tensor, rate: float | Tensor, losses: Losses) -> Tensor:
         position, centre = self.position, self.centre
@@ -213,7 +231,7 @@ class Elastic(Machine):
         if (self.k - 1) % self.period == 0:
             pull = self.centre_pull / len(x) if self.pull is None else self.pull
             self.position = position - pull * (position - centre)
-            self.centre = (1 - self.centre_pull) * centre + self.centre_pull * position.mean(0)
+            self.centre = (1 - self.centre_pull) * centre + self.centre_pull * self.agree(position, centre, self.k - 1)
         self.position = self.position + self.velocity
         return self.position + self.momentum * self.velocity
 
@@ -227,13 +245,17 @@ class Elastic(Machine):
 class TwoRates(Machine):
     """Inner and outer rates (Woodworth, Patel and Srebro, 2020); an average ends the round where it is."""
 
-    def __init__(self, period: int, ahead: int = 0, *, inner: float = 0.5) -> None:
+    def __init__(self, period: int, ahead: int = 0, *, inner: float = 0.5, agree: Agree = exact) -> None:
         super().__init__(ahead)
-        self.period, self.inner = period, inner
+        self.period, self.inner, self.agree = period, inner, agree
+        self.unit: float | Tensor = 1.0
 
     def moved(self, x: Tensor, move: Tensor, rate: float | Tensor, losses: Losses) -> Tensor:
+        if self.agree is not exact and (self.k - 1) % self.period == 0:
+            self.unit = rate  # of what is coded
         # The mean over the workers that have data.
-        self.total = self.total + move.sum(0) / max(1, int((move != 0).any(1).sum()))
+        share = len(x) / max(1, int((move != 0).any(1).sum()))
+        self.total = self.total - share * move / self.unit
         x = x + self.inner * move
         if self.k % self.period == 0:
             x = self.average(x)
@@ -241,7 +263,7 @@ class TwoRates(Machine):
         return x
 
     def average(self, x: Tensor) -> Tensor:
-        return self.begun + self.total
+        return self.begun - self.unit * self.agree(self.total, torch.zeros_like(x[0]), self.k)
 
     def restart(self, x: Tensor) -> None:
         self.begun, self.total = x, torch.zeros_like(x)
@@ -365,15 +387,23 @@ class ExactDiffusion(Machine):
 
 
 class PublicCopies(Machine):
-    """Choco-SGD (Koloskova et al., 2019), Algorithm 2, with an exact codec."""
+    """CHOCO-SGD (Koloskova et al., 2019), Algorithm 2.
 
-    def __init__(self, mixing: Mixing, step_size: float) -> None:
+    Args:
+        code: of one worker's difference to its public copy.
+    """
+
+    def __init__(self, mixing: Mixing, step_size: float, code: Callable[[Tensor], Tensor] = lambda x: x) -> None:
         super().__init__()
-        self.mixing, self.step_size = mixing, step_size
+        self.mixing, self.step_size, self.code = mixing, step_size, code
+
+    def start(self, x: Tensor) -> None:
+        self.public = x
 
     def moved(self, x: Tensor, move: Tensor, rate: float | Tensor, losses: Losses) -> Tensor:
-        public = x + move
-        return public + self.step_size * (self.mixing(self.k - 1) @ public - public)
+        x = x + move
+        self.public = self.public + torch.stack([self.code(row) for row in x - self.public])
+        return x + self.step_size * (self.mixing(self.k - 1) @ self.public - self.public)
 
 
 class Leader(Machine):

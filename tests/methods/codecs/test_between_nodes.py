@@ -17,6 +17,7 @@ from tests.battery.test_strategies import saved_and_resumed
 from tests.grids import fast_where
 from tests.oracles import codecs as oracles
 from tests.oracles.common import Descent
+from tests.oracles.machines import Means, path
 from tests.pool import run_processes
 from tests.problems import Regression, distance, flat, normal, together, train
 from tests.rules import for_each
@@ -110,8 +111,8 @@ def test_it_is_the_coded_mean_of_the_nodes_means() -> None:
     def mean(rows: Tensor, k: int) -> Tensor:
         return parts(rows.view(2, 2, -1).mean(1))
 
-    start, update = problem.start.expand(4, -1), Descent(RATES)
-    expected = oracles.coded_local(problem.gradient, start, update, len(RATES), mean, period=2)
+    start, machine = problem.start.expand(4, -1), Means(2, agree=oracles.coded(mean))
+    expected = path(machine, problem.gradient, start, Descent(RATES), RATES)[-1]
     assert distance(found, expected) < 2e-5
     assert torch.equal(found, found[:1].expand_as(found))
 

@@ -10,6 +10,7 @@ from torch import Tensor
 import thinwire
 from tests.oracles import codecs as oracles
 from tests.oracles.common import Descent
+from tests.oracles.machines import Means, path
 from tests.problems import Regression, distance, normal, together
 from tests.rules import for_each, refusals
 from thinwire import (
@@ -139,8 +140,8 @@ def test_sparse_loco_equals_its_oracle(n: int) -> None:
     codec = ErrorFeedback(Gathered(ChunkedTopK(3, 16)), decay=0.9)
     found = together(n, LocalSGD(4, codec=codec), problem, [0.1] * 16)
     mean = oracles.Decaying(oracles.largest_of_chunks(3, 16, 2), 0.9)
-    start, update = problem.start.expand(n, -1), Descent([0.1] * 16)
-    expected = oracles.coded_local(problem.gradient, start, update, 16, lambda rows, k: mean(rows), period=4)
+    start, rates = problem.start.expand(n, -1), [0.1] * 16
+    expected = path(Means(4, agree=oracles.coded(mean)), problem.gradient, start, Descent(rates), rates)[-1]
     assert distance(found, expected) < 2e-5
     assert torch.equal(found, found[:1].expand_as(found))
 
