@@ -27,6 +27,8 @@ from reproductions.local_vs_minibatch.grid import (
 from reproductions.local_vs_minibatch.rounds import accelerated, inner_outer, minibatch, rounds_of
 from reproductions.local_vs_minibatch.thread_runs import largest_difference
 from tests.oracles import minibatch as oracles
+from tests.oracles.common import Descent
+from tests.oracles.machines import TwoRates, path
 from tests.problems import distance
 
 
@@ -64,7 +66,7 @@ def test_runs_in_tensors_equal_their_oracles(problem: EvenOdd) -> None:
             for place, rounds in enumerate((2, 3)):
                 told = [rate] * (4 * rounds)
                 wanted = [
-                    oracles.inner_outer(gradient, start, told, period=4, inner=float(inner[c]))[0],
+                    path(TwoRates(4, inner=float(inner[c])), gradient, start, Descent(told), told)[-1][0],
                     oracles.minibatch(gradient, start, [each / 4 for each in told], period=4)[0],
                     oracles.accelerated(gradient, start, rate, rounds, period=4)[1][0],
                 ]
