@@ -17,7 +17,7 @@ from tests.engine import Mixed, attach, batches, drawn, steps
 from tests.grids import fast_where
 from tests.methods.strategies.async_runs import CompleteBipartite, end_step, replicas, uneven
 from tests.oracles.asynchronous import eager_push_sum, pair_averages
-from tests.problems import Irregular, Regression, distance, flat, quadratic, scattered, train
+from tests.problems import Irregular, Regression, begin, distance, flat, go_on, quadratic, scattered, train
 from tests.rules import for_each, refusals
 from thinwire import (
     AsyncLeaderSGD,
@@ -165,15 +165,11 @@ def test_resuming_keeps_everything_that_was_in_flight(strategy: Strategy) -> Non
         with worker.consensus() as model:
             before = flat(model)
         comm.close_mailbox(worker.replicas[0])
-        model = problem.model()
-        again = thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), strategy, comm=comm)
+        again = begin(comm, strategy, problem, momentum=0.9)
         again.load_state_dict(saved)
-        again.optimizer.param_groups[0]["lr"] = 0.0
         with again.consensus() as model:
             after = flat(model)
-        for _ in range(3):  # without learning rate nothing moves the mean
-            problem.loss(again.model, comm.rank, 0).backward()
-            again.optimizer.step()
+        go_on(again, problem, [0.0] * 3)  # without learning rate nothing moves the mean
         with again.consensus() as model:
             later = flat(model)
         again.detach()
