@@ -139,7 +139,7 @@ CHANGING: list[tuple[Topology, int]] = [
     (OnePeerExponential(), 8),
     (OnePeerExponential(), 5),
     (Hypercube(), 16),
-    (RandomMatching(draws=24), 8),
+    (RandomMatching(seed=2, draws=24), 8),
     (DirectedExponential(), 8),
     (DirectedExponential(), 5),
 ]
@@ -262,7 +262,7 @@ def test_the_certificate_of_many_workers_is_quick_enough_for_every_run() -> None
     assert abs(growth(Ring(), 128, exact_diffusion()) - 1) < 1e-2
 
 
-@pytest.mark.parametrize("graph", [RandomMatching(draws=24), OnePeerExponential()], ids=str)
+@pytest.mark.parametrize("graph", [RandomMatching(seed=2, draws=24), OnePeerExponential()], ids=str)
 def test_growth_that_is_measured_on_many_workers_is_that_of_the_whole_matrix(graph: Topology) -> None:
     n = 150
     apart = np.kron(np.eye(2), np.eye(n) - 1 / n)
