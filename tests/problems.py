@@ -181,7 +181,7 @@ def begin(
         nn.utils.vector_to_parameters(starts[comm.rank].clone(), model.parameters())
     parameters = list(model.parameters())
     groups = [{"params": parameters[i :: len(factors)], "factor": factor} for i, factor in enumerate(factors)]
-    optimizer = torch.optim.SGD(groups, **{"lr": 1.0, **settings})
+    optimizer = torch.optim.SGD(groups, lr=settings.pop("lr", 1.0), **settings)
     return thinwire.attach(model, optimizer, strategy, comm=comm, init=init, bucket_bytes=40)
 
 
