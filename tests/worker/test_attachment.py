@@ -8,6 +8,7 @@ import io
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from tests.engine import attach, batch, batches, endings, flat, momentum, net, steps
+from tests.engine import attach, batch, batches, endings, flat, momentum, net, squared_error, steps
 from tests.pool import run_processes
 from thinwire import AllReduce, Comm, ConfigError, LocalSGD, SlowMo, Strategy, Worker
 from thinwire.lab.emulate import Network, available, parse_links, run_workers
@@ -34,15 +35,23 @@ def append_group(worker: Worker) -> None:
     worker.optimizer.param_groups.append({**first, "params": [nn.Parameter(torch.zeros(2))]})
 
 
+def replace_in_group(worker: Worker) -> None:
+    worker.optimizer.param_groups[0]["params"][-1] = nn.Parameter(torch.zeros(2))
+
+
 def replace_parameters(worker: Worker) -> None:
     worker.model.load_state_dict({name: x.clone() for name, x in net(1).state_dict().items()}, assign=True)
 
 
-def step_of_another(worker: Worker) -> None:
-    other = torch.optim.AdamW(worker.model.parameters())
+def step_of_another(worker: Worker, first: tuple[nn.Parameter, ...] = ()) -> None:
+    other = torch.optim.AdamW([*first, *worker.model.parameters()])
     x, y = batch(0, 0)
     (worker.model(x) - y).square().mean().backward()
     other.step()
+
+
+def step_of_another_with_more(worker: Worker) -> None:
+    step_of_another(worker, (nn.Parameter(torch.zeros(2)),))
 
 
 def lone_move(worker: Worker) -> None:
@@ -70,10 +79,13 @@ def refused(act: Act, strategy: Strategy, size: int = 2) -> list[str]:
     [
         (add_group, "add_param_group() after attach"),
         (append_group, "the optimizer trains other parameters than at attach"),
+        (replace_in_group, "the optimizer trains other parameters than at attach"),
+        (replace_parameters, "4 parameters of the optimizer are no longer the model's"),
         (step_of_another, "AdamW moves parameters that are attached with another optimizer, SGD"),
+        (step_of_another_with_more, "AdamW moves parameters that are attached with another optimizer, SGD"),
         (attach_again, "0.weight is attached already, with SGD"),
     ],
-    ids=["add_param_group", "append", "another optimizer", "attach"],
+    ids=["add_param_group", "append", "replace", "load", "another optimizer", "another with more", "attach"],
 )
 @pytest.mark.parametrize("strategy", [LocalSGD(2), AllReduce()], ids=str)
 def test_what_would_let_workers_train_apart_is_refused_on_all_ranks(act: Act, words: str, strategy: Strategy) -> None:
@@ -93,6 +105,40 @@ def test_parameters_that_were_replaced_are_refused_in_the_first_step() -> None:
     replace_parameters(worker)
     with pytest.raises(ConfigError, match="4 parameters of the optimizer are no longer the model's"):
         steps(worker, batches(0, 1))
+
+
+def test_a_second_optimizer_of_the_model_must_be_attached_too() -> None:
+    model = net()
+    body, head = (torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2))
+    thinwire.attach(model, body, LocalSGD(2))
+    squared_error(model, 0, 0).backward()
+    torch.optim.SGD(net().parameters(), lr=0.1).step()
+    with pytest.raises(ConfigError, match=r"SGD moves other parameters of a model that is attached.*Attach it too"):
+        head.step()
+    worker = thinwire.attach(model, head, LocalSGD(2))
+    body.step()
+    head.step()
+    assert worker.step == 1
+
+
+@pytest.mark.parametrize("call", ["consensus", "save", "load", "export", "state_dict", "switch"])
+def test_calls_after_parameters_have_moved_are_refused(call: str, tmp_path: Path) -> None:
+    def work(comm: Comm) -> None:
+        worker = steps(attach(comm, LocalSGD(4)), batches(comm.rank, 2))
+        calls: dict[str, Callable[[], object]] = {
+            "consensus": lambda: worker.consensus().__enter__(),
+            "save": lambda: worker.save(tmp_path),
+            "load": lambda: worker.load(tmp_path, missing_ok=True),
+            "export": lambda: worker.export(tmp_path / "model.safetensors"),
+            "state_dict": worker.state_dict,
+            "switch": lambda: worker.switch("AllReduce()"),
+        }
+        worker.model.half()
+        calls[call]()
+
+    for text in endings(2, work):
+        assert "parameters have moved to other memory since attach" in text
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("recipe", ["AllReduce()", "SlowMo(period=2)", "EASGD()"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.engine import attach, batches, drawn, flat, steps
+from tests.engine import attach, batch, batches, drawn, flat, net, steps
 from tests.problems import Irregular
 from tests.rules import for_each
 from thinwire import (
@@ -273,6 +273,59 @@ def test_parameters_that_were_changed_since_the_average_are_averaged(changed: li
     found = run_threads(3, work)
     for _, agreed in found:
         torch.testing.assert_close(agreed, torch.stack([own for own, _ in found]).mean(0))
+
+
+def test_values_assigned_to_data_are_averaged_and_dropped_at_the_end() -> None:
+    def work(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
+        worker = steps(attach(comm, LocalSGD(4)), batches(comm.rank, 2))
+        for parameter in worker.model.parameters():
+            parameter.data = parameter.data + 1.0 + comm.rank
+        own = flat(worker.model)
+        with worker.consensus() as model:
+            agreed = flat(model)
+            model.half().float()
+        assert torch.equal(own, flat(worker.model))
+        return own, agreed, flat(steps(worker, batches(comm.rank, 2, first=2)).model)
+
+    found = run_threads(2, work)
+    for _, agreed, after in found:
+        torch.testing.assert_close(agreed, torch.stack([own for own, *_ in found]).mean(0))
+        assert torch.equal(after, found[0][2])
+
+
+def test_autocast_around_the_consensus_sees_its_parameters() -> None:
+    def work(comm: Comm) -> None:
+        worker = steps(attach(comm, LocalSGD(4)), batches(comm.rank, 2))
+        model, (x, _) = worker.model, batch(0, 0)
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            own = model(x)
+            with worker.consensus():
+                agreed = model(x)
+            again = model(x)
+        with torch.no_grad(), worker.consensus(), torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(agreed, model(x))
+        assert torch.equal(own, again) and not torch.equal(own, agreed)
+
+    run_threads(2, work)
+
+
+def test_a_frozen_teacher_that_the_loop_updates_is_averaged() -> None:
+    def work(comm: Comm) -> tuple[Tensor, Tensor]:
+        model = net()
+        model.append(nn.Linear(2, 2).requires_grad_(False))
+        student = lambda m: torch.optim.SGD([*m[0].parameters(), *m[2].parameters()], lr=0.1)  # noqa: E731
+        worker = steps(attach(comm, LocalSGD(4), model=model, optimizer=student), batches(comm.rank, 2))
+        model[3].weight.data.mul_(0.9).add_(1.0 + comm.rank)
+        own, bias = model[3].weight.clone(), model[3].bias.clone()
+        with worker.consensus():
+            agreed = model[3].weight.clone()
+            assert torch.equal(bias, model[3].bias)
+        assert torch.equal(own, model[3].weight)
+        return own, agreed
+
+    found = run_threads(2, work)
+    for _, agreed in found:
+        torch.testing.assert_close(agreed, (found[0][0] + found[1][0]) / 2)
 
 
 def test_an_average_that_was_postponed_is_taken_in_the_consensus() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import thinwire
-from tests.engine import attach, batch, endings, flat, one_bit_adam, steps
+from tests.engine import attach, batch, batches, endings, flat, one_bit_adam, steps
 from tests.pool import run_processes
 from tests.rules import for_each
 from thinwire import (
@@ -242,6 +243,23 @@ def test_a_pass_that_was_interrupted_while_it_waited_is_not_continued() -> None:
     with pytest.raises(CommError, match="step 0: a backward pass was interrupted while it waited"):
         (worker.model(x) - y).square().mean().backward()
     assert kept.traceback
+
+
+def test_an_average_that_was_interrupted_is_not_continued(tmp_path: Path) -> None:
+    worker = attach(comm := CountingComm(0, 2), LocalSGD(2))
+    steps(worker, batches(0, 1))
+
+    def interrupted(x: Tensor) -> Work[Tensor]:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm, "all_reduce_", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            steps(worker, batches(0, 1))
+    for act in (lambda: steps(worker, batches(0, 1)), lambda: worker.save(tmp_path), worker.consensus().__enter__):
+        with pytest.raises(CommError, match=r"step 2: an exception ended this step while LocalSGD\(period=2\)"):
+            act()
+    assert not list(tmp_path.iterdir())
 
 
 def on_processes() -> dict[str, Any]:

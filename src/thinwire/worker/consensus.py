@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -18,8 +18,8 @@ from thinwire.core.replica.flat import copy_each_, flatten, lay_out, views
 from thinwire.core.replica.shards import local
 from thinwire.errors import ConfigError, MismatchError, PeerLostError
 from thinwire.worker.annexes import Elastic
-from thinwire.worker.guards import refuse
-from thinwire.worker.handshake import agree, describe_tensor, fingerprint, hash_of
+from thinwire.worker.guards import check_memory, is_trained, moved_parameters, refuse
+from thinwire.worker.handshake import agree, describe_tensor, fingerprint, hash_of, sum_of_bits
 from thinwire.worker.parameters import by_kind, named_buffers, named_parameters
 from thinwire.worker.state import WorkerState
 
@@ -39,7 +39,7 @@ _MOST = 1e-5
 def lends(
     worker: WorkerState, together: Callable[[Callable[[], None]], None], *, averaged: bool = False
 ) -> Generator[None]:
-    """Swap in the consensus of all workers for this worker's parameters and buffers, and restore them at the end.
+    """Swap in the consensus of all workers for this worker's tensors, and restore them at the end.
 
     Args:
         worker: of this rank; every rank must enter.
@@ -48,25 +48,29 @@ def lends(
     """
     worker.shards.read()
     own = [replica.x.clone() for replica in worker.replicas]
-    buffers = {name: buffer.clone() for name, buffer in named_buffers(worker.model).items()}
+    others = {name: buffer.clone() for name, buffer in named_buffers(worker.model).items()}
     worker.lent += 1
     try:
-        together(lambda: _agree(worker, averaged=averaged))
+        together(lambda: _agree(worker, others, averaged=averaged))
         worker.shards.write()
+        torch.clear_autocast_cache()  # has the parameters of before, if the loop is inside `torch.autocast`
         yield
     finally:
         worker.lent -= 1
         with torch.no_grad():
             for replica, x in zip(worker.replicas, own, strict=True):
                 replica.x.copy_(x)
+            for p, view in [] if worker.lent else moved_parameters(worker):
+                p.data = view
             worker.shards.write()
-            for name, buffer in named_buffers(worker.model).items():
+            torch.clear_autocast_cache()
+            for name, x in _untrained(worker).items():
                 # A cache may have grown, or come new, in a forward pass.
-                if name in buffers and buffer.shape == buffers[name].shape and is_writable(buffer):
-                    buffer.copy_(buffers[name])
+                if name in others and x.shape == others[name].shape and is_writable(x):
+                    x.copy_(others[name])
 
 
-def _agree(worker: WorkerState, *, averaged: bool) -> None:
+def _agree(worker: WorkerState, others: dict[str, Tensor], *, averaged: bool) -> None:
     with torch.no_grad():
         if worker.common is not None:
             for replica, x in zip(worker.replicas, worker.common(), strict=True):
@@ -74,14 +78,24 @@ def _agree(worker: WorkerState, *, averaged: bool) -> None:
         elif not averaged:
             for replica in worker.replicas:
                 replica.x.copy_(worker.strategy.average(replica))
-        average_buffers(worker)
+        average_others(worker, others)
+
+
+def check_call(worker: WorkerState, call: str) -> None:
+    """Refuse a call inside `consensus()`, or after parameters have moved since `attach`.
+
+    Raises:
+        ConfigError: on all ranks.
+    """
+    refuse_while_lent(worker, call)
+    check_memory(worker)
 
 
 def refuse_while_lent(worker: WorkerState, call: str) -> None:
     """Refuse calls that would save, change or train the parameters inside `consensus()`.
 
     Raises:
-        ConfigError: on all ranks, within `consensus()`.
+        ConfigError: on all ranks, inside `consensus()`.
     """
     if worker.lent:
         refuse(
@@ -174,25 +188,37 @@ def broadcast_others(worker: WorkerState) -> None:
         _broadcast_(worker.comm, group)
 
 
-def average_buffers(worker: WorkerState) -> None:
-    """Make all buffers equal on all ranks.
+def _untrained(worker: WorkerState) -> dict[str, Tensor]:
+    """Return the buffers, and the parameters that no attached optimizer trains, by name."""
+    parameters = named_parameters(worker.model).items()
+    return named_buffers(worker.model) | {name: local(p.data) for name, p in parameters if not is_trained(p)}
 
-    A buffer with the same bits on all ranks, such as a mask, is left unchanged. Of the others, buffers of floating
+
+def average_others(worker: WorkerState, own: dict[str, Tensor]) -> None:
+    """Make all buffers and frozen parameters equal on all ranks.
+
+    A tensor with the same bits on all ranks, such as a mask, is left unchanged. Of the others, tensors of floating
     dtype become their mean over ranks, computed in fp32 at least, and the rest (integers, complex numbers, float8)
     become rank 0's.
+
+    Args:
+        worker: of this rank.
+        own: copies by name; those of changed parameters, such as a teacher's, are added.
 
     Raises:
         MismatchError: on all ranks, if a buffer has another shape on another rank, as caches may that grow.
         ConfigError: on all ranks, if a sparse buffer differs between ranks.
     """
-    named = named_buffers(worker.model)
-    if not named or worker.comm.size == 1:
+    named = _untrained(worker)
+    if not named or worker.comm.size == 1 or lost_ranks(worker):
         return
     # Vectors of different sizes would end a process inside Gloo without an error.
-    facts = [(f"buffer {name}", describe_tensor(buffer)) for name, buffer in named.items()]
+    facts = [(f"buffer {name}", describe_tensor(x)) for name, x in named.items()]
     agree(worker.comm, facts, worker.replicas[0].x.device, how="have different buffers")
-    named = different(worker, named)
+    # Frozen parameters may be a large model: they are equal from the start on, and a change shows in a sample.
+    named = different(worker, named, sampled=named.keys() - named_buffers(worker.model).keys())
     _refuse_fixed(named)
+    own.update({name: x.clone() for name, x in named.items() if name not in own})
     for group in by_kind(named.values()).values():
         if group[0].is_floating_point() and group[0].element_size() >= _SMALLEST_SUMMED:
             _average_(worker.comm, group)
@@ -215,18 +241,21 @@ def _broadcast_(comm: Comm, group: list[Tensor]) -> None:
     copy_each_(group, views(vector, layout))
 
 
-def different(worker: WorkerState, named: Mapping[str, Tensor], *, at_start: bool = False) -> dict[str, Tensor]:
+def different(
+    worker: WorkerState, named: Mapping[str, Tensor], *, at_start: bool = False, sampled: Collection[str] = ()
+) -> dict[str, Tensor]:
     """Return the tensors whose bits are not equal on all ranks; 16 bytes are sent for each tensor, all in one message.
 
     Args:
         worker: of this rank.
         named: the tensors.
         at_start: whether these are the initial ones, which are equal in a dry run, since all ranks make one model.
+        sampled: the names of those of which at most 65,536 elements are compared.
     """
     if not named or worker.comm.size == 1:
         return {}
     device = worker.replicas[0].x.device
-    hashes = torch.stack([_hash_of(name, x).to(device) for name, x in named.items()])
+    hashes = torch.stack([_hash_of(name, x, samples=name in sampled).to(device) for name, x in named.items()])
     n = len(named)
     least = worker.comm.all_reduce_(torch.cat([hashes, ~hashes]), op="min").wait()
     equal = decide(least, lambda: (least[:n] == ~least[n:]).tolist(), most=[at_start] * n, least=[True] * n)
@@ -252,7 +281,9 @@ def is_writable(x: Tensor) -> bool:
     return all(stride != 0 or n == 1 for n, stride in zip(x.shape, x.stride(), strict=True)) or not x.numel()
 
 
-def _hash_of(name: str, x: Tensor) -> Tensor:
+def _hash_of(name: str, x: Tensor, *, samples: bool) -> Tensor:
+    if samples and x.layout == torch.strided:
+        return torch.tensor(sum_of_bits(x), dtype=torch.int64, device="cpu")
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for piece in _pieces(name, x.detach()):
         total = total.mul(31).add(hash_of(piece))
@@ -285,9 +316,9 @@ def settle(worker: WorkerState, odd: Sequence[int]) -> None:
     Gradients have the same bits on all ranks. But values that each rank computes from them, such as the norm for
     clipping, may differ in the last digit on other processors or with other numbers of threads.
 
-    Where a difference comes from cannot be seen in it: settings of a rank that are wrong by so little that they change
-    the parameters by no more than rounding does, until they are compared, are put right too, and told in the same
-    words. In 16 bits that is most: there a last digit is up to 0.8% of a number (bfloat16) or 0.1% (float16).
+    The cause of a difference is unknown. Settings of a rank that change the parameters by no more than rounding between
+    two comparisons are corrected too, with the same warning. In 16 bits that is much: a last digit is up to 0.8 % of a
+    number (bfloat16) or 0.1 % (float16).
 
     Args:
         worker: of this rank.

@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NoReturn, cast
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,12 @@ _SCALER_CODE = torch.amp.GradScaler.step.__code__
 
 
 class _Owner:
-    """Which optimizer moves an attached parameter, and whether it is doing so."""
+    """Which optimizer moves an attached parameter, and whether it is doing so.
+
+    Attributes:
+        stepping: whether the optimizer's step is running.
+        looked: whether the whole model was compared with the optimizer since `attach` or the last load.
+    """
 
     def __init__(self, worker: WorkerState) -> None:
         # Weak, because the table of owners outlives every worker.
@@ -57,11 +62,12 @@ class _Owner:
         self.optimizer = ref(worker.optimizer)
         self.name = type(worker.optimizer).__name__
         self.skips_steps = worker.strategy.traits.skips_steps
-        self.stepping = False
+        self.stepping = self.looked = False
         self.muted: WeakSet[DistributedDataParallel] = WeakSet()
 
     def before_load(self) -> None:
         """Take the fingerprint of the parameters, unless they are to be put back anyway."""
+        self.looked = False  # the load may replace parameters
         worker = self.worker()
         if worker is not None and not worker.lent and worker.fingerprint_before_load is None:
             worker.shards.read()
@@ -90,6 +96,8 @@ class _Owner:
 
 
 _owners: Any = WeakIdKeyDictionary()
+_others: Any = WeakIdKeyDictionary()  # all parameters of attached models, also those that are not trained
+_harmless: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # may step; with the number of their parameters
 _owners_lock = threading.Lock()  # ranks may be threads
 _hooks: list[RemovableHandle] = []
 _look_eagerly: list[Callable[[nn.Module, InsideDDP], None]] = []
@@ -118,13 +126,15 @@ class Attachment:
         self._unsharded = [p for p in trained if not is_sharded(p)]
         self._places = [p.data_ptr() for p in self._unsharded]
         self._frozen = [p for p in held if not p.requires_grad]
-        self._num_held = len(held)
+        self._held, self._held_ids = held, list(map(id, held))
         self.owner = _Owner(worker)
         self._inside_ddp: InsideDDP = inside_ddp
-        self._looked = False
+        self._entries = (_owners, trained), (_others, list(worker.model.parameters()))
         with _owners_lock:
-            for parameter in trained:
-                _owners[parameter] = self.owner
+            for table, parameters in self._entries:
+                for p in parameters:
+                    table[p] = self.owner
+            _harmless.clear()
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_refuse_other_optimizers))
         if not _look_eagerly:
@@ -140,7 +150,7 @@ class Attachment:
             worker.undo.callback(worker.model.register_forward_pre_hook(_before_forward).remove)
             worker.undo.callback(worker.model.register_state_dict_pre_hook(_before_state_dict).remove)
         _guard_groups(worker)
-        worker.undo.callback(self._release, trained)
+        worker.undo.callback(self._release)
 
     def before_step(self, worker: WorkerState) -> None:
         """Refuse a step that would not move the parameters that workers exchange, or that only some workers take.
@@ -148,18 +158,14 @@ class Attachment:
         Raises:
             ConfigError: with the change to the model or the optimizer, and its replacement.
         """
-        if [p.data_ptr() for p in self._unsharded] != self._places and not _take_back(worker):
+        if [p.data_ptr() for p in self._unsharded] != self._places:
+            check_memory(worker)
+        held = [id(p) for group in worker.optimizer.param_groups for p in group["params"]]
+        if held != self._held_ids or any(p.requires_grad for p in self._frozen):
             refuse(
                 worker,
-                "parameters have moved to other memory since attach (by model.to(...), .half() or a wrapper), so that "
-                f"workers would diverge. {_AGAIN}",
-            )
-        held = sum(len(group["params"]) for group in worker.optimizer.param_groups)
-        if held != self._num_held or any(p.requires_grad for p in self._frozen):
-            refuse(
-                worker,
-                "the optimizer trains other parameters than at attach (added or unfrozen since), and workers would not "
-                f"exchange them. {_AGAIN}",
+                "the optimizer trains other parameters than at attach (added, replaced, removed or unfrozen since), "
+                f"and workers would not exchange them. {_AGAIN}",
             )
         if False in [p.requires_grad for p in self._trained]:  # faster than all()
             self._check_frozen(worker)
@@ -169,8 +175,8 @@ class Attachment:
                 "a GradScaler calls the optimizer, and attach does not know of it, so that workers would skip "
                 "different steps. Pass attach(..., scaler=scaler)",
             )
-        if not self._looked:
-            self._looked = True
+        if not self.owner.looked:
+            self.owner.looked = True
             gone = len(_not_in(self._unsharded, list(worker.model.parameters())))
             if gone:
                 refuse(
@@ -201,36 +207,53 @@ class Attachment:
                 worker.undo.callback(module.register_forward_pre_hook(hook).remove)
                 _hide_hooks(worker, module)  # of a module that has come since attach
 
-    def _release(self, trained: Sequence[Tensor]) -> None:
+    def _release(self) -> None:
         for wrapper in self.owner.muted:
             wrapper.require_backward_grad_sync = True
         with _owners_lock:
-            for parameter in trained:
-                if _owners.get(parameter) is self.owner:
-                    del _owners[parameter]
+            for table, parameters in self._entries:
+                for p in parameters:
+                    if table.get(p) is self.owner:
+                        del table[p]
 
 
-def _take_back(worker: WorkerState) -> bool:
+def is_trained(parameter: Tensor) -> bool:
+    """Return True if an attached optimizer trains the parameter."""
+    return parameter in _owners
+
+
+def check_memory(worker: WorkerState) -> None:
     """Copy values that a loop has assigned by `p.data = ...`, like SAM, into the flat vectors.
 
-    Returns:
-        Whether all parameters have their shape, dtype and device from attach, and are views of the vectors again.
+    Inside `consensus()` such values are the loop's own, and are dropped at the end.
+
+    Raises:
+        ConfigError: on all ranks, if parameters have another shape, dtype or device than at `attach`.
     """
-    moved = [
+    moved = [] if worker.lent else moved_parameters(worker)
+    if not moved:
+        return
+    same = all((p.shape, p.dtype, p.device) == (view.shape, view.dtype, view.device) for p, view in moved)
+    if not same or (worker.backward is not None and not worker.backward.is_watching()):
+        refuse(
+            worker,
+            "parameters have moved to other memory since attach (by model.to(...), .half() or a wrapper), so that "
+            f"workers would diverge. {_AGAIN}",
+        )
+    with torch.no_grad():
+        for p, view in moved:
+            view.copy_(p)
+            p.data = view
+
+
+def moved_parameters(worker: WorkerState) -> list[tuple[Tensor, Tensor]]:
+    """Return the parameters that are no longer views of the flat vectors, each with its view."""
+    return [
         (p, view)
         for replica, (parameters, segments) in zip(worker.replicas, worker.layouts, strict=True)
         for p, view in zip(parameters, views(replica.x, segments), strict=True)
         if not is_sharded(p) and p.data_ptr() != view.data_ptr()
     ]
-    if any((p.shape, p.dtype, p.device) != (view.shape, view.dtype, view.device) for p, view in moved):
-        return False
-    if worker.backward is not None and not worker.backward.is_watching():
-        return False
-    with torch.no_grad():
-        for p, view in moved:
-            view.copy_(p)
-            p.data = view
-    return True
 
 
 def check_new(trained: Mapping[str, Tensor], optimizer: Optimizer) -> None:
@@ -401,19 +424,29 @@ def _look_for_ddp(module: nn.Module, inside_ddp: InsideDDP) -> None:
 
 
 def _refuse_other_optimizers(optimizer: Optimizer, *_: object) -> None:
-    """Called before every step of every optimizer: refuse one that moves parameters of another one's worker."""
-    for group in optimizer.param_groups:
-        owner = _owners.get(group["params"][0]) if group["params"] else None
-        if owner is None:
-            continue
-        # Optimizers that are made of another one, such as Lookahead, call that one's step within theirs.
-        if owner.optimizer() is not optimizer and not owner.stepping:
-            owner.refuse(
-                f"{type(optimizer).__name__} moves parameters that are attached with another optimizer, {owner.name}: "
-                f"its steps exchange nothing, so workers would diverge. Call the step of the attached one, or "
-                "attach this one instead"
-            )
+    """Called before every step of every optimizer: refuse one that moves an attached model and is not attached."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if not held or _harmless.get(optimizer) == len(held):
         return
+    first = _owners.get(held[0])
+    # Optimizers that are made of another one, such as Lookahead, call that one's step within theirs.
+    if first is not None and first.stepping:
+        return
+    trained, rest = ([owner for p in held if (owner := table.get(p)) is not None] for table in (_owners, _others))
+    if not (trained or rest) or any(owner.optimizer() is optimizer for owner in trained):
+        _harmless[optimizer] = len(held)
+        return
+    owner, name = (trained or rest)[0], type(optimizer).__name__
+    if owner.stepping:
+        return
+    moves, fix = "moves parameters that are", "Call the step of the attached one, or attach this one instead"
+    if not trained:
+        moves = "moves other parameters of a model that is"
+        fix = "Attach it too, or keep its parameters outside the attached model"
+    owner.refuse(
+        f"{name} {moves} attached with another optimizer, {owner.name}: its steps exchange nothing, so workers would "
+        f"diverge. {fix}"
+    )
 
 
 def _guard_groups(worker: WorkerState) -> None:

@@ -20,7 +20,7 @@ from thinwire.core.comm.base import Comm
 from thinwire.core.replica.flat import Segment
 from thinwire.core.replica.replica import Replica
 from thinwire.core.replica.shards import Shards, shard_folder
-from thinwire.errors import ConfigError
+from thinwire.errors import CommError, ConfigError
 from thinwire.methods.strategies.base import Strategy
 from thinwire.tensor2d.mesh import Mesh3D
 from thinwire.worker.buckets import Backward
@@ -120,6 +120,7 @@ class WorkerState:
         shares_skips: whether the scaler was made to skip the same steps on all ranks, or to count skipped ones.
         may_be_in_step: whether the comm compares steps, unless a strategy's workers go at their own pace.
         lent: how many `consensus()` blocks are open.
+        exchanging: whether the strategy's part of a step has begun, and not ended.
         automatic: whether "auto" has chosen the strategy, so that a checkpoint's takes its place.
         just_switched: whether no step was taken since the last switch.
         account: counts steps and bytes, for `Worker.stats`.
@@ -165,6 +166,7 @@ class WorkerState:
         self.shares_skips = False
         self.may_be_in_step = comm.in_step
         self.lent = 0
+        self.exchanging = False
         self.refuses_equal_batches = ""
         self.automatic = False
         self.just_switched = False
@@ -236,8 +238,21 @@ class WorkerState:
 
     def end_failed_pass(self) -> None:
         """Let all ranks agree on a failed backward pass; see `Backward.end_failed`."""
+        self.refuse_interrupted()
         if self.backward is not None:
             self.backward.end_failed()
+
+    def refuse_interrupted(self) -> None:
+        """Refuse to continue after an exception in the strategy's part of a step, such as an interrupted average.
+
+        Raises:
+            CommError: naming the step.
+        """
+        if self.exchanging and not self.comm.has_failed():  # of a comm that has failed, the next call raises the reason
+            raise CommError(
+                f"{self.comm.name(self.comm.rank)}, step {self.step}: an exception ended this step while "
+                f"{self.strategy} exchanged parameters, so they may be half averaged. Restart from a checkpoint"
+            )
 
     def own_folder(self, folder: str | Path) -> Path:
         """Return the subfolder for checkpoints of this worker, or of the ranks that hold the same part of the model."""

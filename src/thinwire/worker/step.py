@@ -86,6 +86,7 @@ class Step:
         worker = self._worker
         if worker.lent:
             refuse_while_lent(worker, "optimizer.step()")
+        worker.refuse_interrupted()
         self._attachment.before_step(worker)
         if worker.fingerprint_before_load is not None:
             check_loaded(worker)
@@ -116,11 +117,13 @@ class Step:
             worker.shards.read()
         for replica in worker.replicas:
             replica.progress.step += 1
+        worker.exchanging = True
         with torch.no_grad():
             if self._rounds is not None:
                 self._rounds.after_step(self.strategy_after)
             else:
                 self.strategy_after()
+        worker.exchanging = False
         comm.round = ""
         worker.account.keep(worker.replicas[0].progress.loss)
         for replica in worker.replicas:
@@ -187,6 +190,7 @@ class Step:
         worker, strategy = self._worker, self._worker.strategy
         if worker.shards.views:
             worker.shards.read()
+        worker.exchanging = True
         with torch.no_grad():
             if strategy.traits.reads_gradient:
                 for replica, (parameters, segments) in zip(worker.replicas, worker.layouts, strict=True):
@@ -198,6 +202,7 @@ class Step:
                 self._rounds.before_step(self._strategy_before)
             elif type(strategy).before_step is not Strategy.before_step:
                 self._strategy_before()
+        worker.exchanging = False
         worker.comm.round = ""
         if self._dropped:
             # In the memory of a gradient that was dropped, the strategy has found zeros.

@@ -21,8 +21,8 @@ from thinwire.errors import ConfigError
 from thinwire.methods.strategies.base import Strategy
 from thinwire.worker import checkpoint, replica_state, switching
 from thinwire.worker.annexes import Elastic
-from thinwire.worker.consensus import check_all_there, lends, refuse_while_lent, together, wait_in_step
-from thinwire.worker.guards import rebase
+from thinwire.worker.consensus import check_all_there, check_call, lends, refuse_while_lent, together, wait_in_step
+from thinwire.worker.guards import check_memory, rebase
 from thinwire.worker.state import WorkerState
 from thinwire.worker.step import Step, join_batches
 from thinwire.worker.switching import Switched
@@ -295,7 +295,7 @@ class Worker:
                 "switch() with elastic=True: a worker could be lost in it. Save, and resume with the new strategy"
             )
         check_all_there(self._state, "switch()")
-        refuse_while_lent(self._state, "switch()")
+        check_call(self._state, "switch()")
         self._state.end_failed_pass()
         wait_in_step(self._state, "switch()")
         switched = switching.switch(self._state, strategy)
@@ -311,17 +311,19 @@ class Worker:
         Parameters are the strategy's consensus (the mean, the leader, the de-biased model). They are not sent where all
         workers have just averaged, at a multiple of `LocalSGD.period` for example. Each worker has its own buffers
         while it trains. A buffer that is equal on all workers, such as a mask, stays unchanged. Of the others, those of
-        floating dtype, such as BatchNorm statistics, are averaged over workers, and the rest are rank 0's. An optimizer
-        whose result differs from the parameters it trains (it has a method `evaluating`, such as AC-SA) contributes its
-        result. On leaving, everything is restored; so within it nothing is saved, loaded, switched or trained.
+        floating dtype, such as BatchNorm statistics, are averaged over workers, and the rest are rank 0's. Frozen
+        parameters are treated like buffers, for example a teacher that the loop updates. An optimizer whose result
+        differs from the parameters it trains (it has a method `evaluating`, such as AC-SA) contributes its result.
+        On leaving, all this is restored. Inside, nothing can be saved, loaded, switched or trained.
 
         Raises:
             MismatchError: a buffer has another shape on another rank, so that it cannot be averaged.
-            ConfigError: a sparse buffer differs between ranks.
+            ConfigError: a sparse buffer differs between ranks, or parameters have moved to other memory since `attach`.
             PeerLostError: the strategy continues without a lost rank, and the model has buffers to average.
         """
         evaluating = getattr(self.optimizer, "evaluating", nullcontext)
         with evaluating():
+            check_memory(self._state)
             # Workers that have just averaged agree on their own parameters, unless these were changed since.
             self._state.shards.read()
             averages = self.strategy.traits.averages_at(self.step)
@@ -361,7 +363,7 @@ class Worker:
             ['header', 'step', 'replicas/0/state/anchor']
         """
         self._refuse_alone("state_dict()")
-        refuse_while_lent(self._state, "state_dict()")
+        check_call(self._state, "state_dict()")
         # The fingerprint is also next to the parameters, so that loading only the strategy's state finds all its names.
         parts = dict.fromkeys((*replica_state.parts_of_state(model=model, optimizer=optimizer), "fingerprint"))
         state = replica_state.pack(self._state, parts)
@@ -378,7 +380,7 @@ class Worker:
                 parameters are other ones, or is no such state; names the first difference, and nothing has changed.
         """
         self._refuse_alone("load_state_dict()")
-        refuse_while_lent(self._state, "load_state_dict()")
+        check_call(self._state, "load_state_dict()")
         if self._has_just_joined:
             raise ConfigError(
                 f"load_state_dict() on rank {self.rank}, which has just joined an elastic run at step {self.step}. "
@@ -422,7 +424,7 @@ class Worker:
 
         def write() -> Path:
             check_all_there(self._state, "save()")
-            refuse_while_lent(self._state, "save()")
+            check_call(self._state, "save()")
             wait_in_step(self._state, "save()")
             check_all_there(self._state, "save()")
             with self._state.account.apart():
@@ -457,7 +459,7 @@ class Worker:
 
         def read() -> dict[str, Any]:
             check_all_there(self._state, "load()")
-            refuse_while_lent(self._state, "load()")
+            check_call(self._state, "load()")
             with self._state.account.apart():
                 self.comm.check_in_step("load()").wait()
                 place = checkpoint.own_folder(self._state, folder, loads=True)
