@@ -71,7 +71,7 @@ def test_help_is_shown_beside_a_mistake(call: str, capsys: pytest.CaptureFixture
     ("call", "words"),
     [
         ("train --resume nope", "--resume nope: no such folder. Give that of a run that was trained with --save-every"),
-        ("train --resume file", "--resume file: is a file, and no folder. Give that of a run"),
+        ("train --resume file", "--resume file: is a file, not a folder. Give that of a run"),
         ("train --resume .", "--resume .: holds no run, because it has no settings.json. Give that of a run"),
         ("export nope m.safetensors", "nope: no such folder. Give that of a run that was trained with --save-every"),
         ("sweep --resume nope", "--resume nope: no such folder. A sweep is resumed from the folder that it began in"),

@@ -168,13 +168,13 @@ def test_a_flag_of_the_configuration_is_left_out() -> None:
 
 
 REFUSED = {
-    "lr_rate = 1": "run.toml: 'lr_rate' is no option of thinwire train; did you mean lr?",
-    "banana = 1": "run.toml: 'banana' is no option of thinwire train; thinwire train --help lists the options",
-    "[plan]\nlr = 1": "'plan' is no option",
+    "lr_rate = 1": "run.toml: 'lr_rate' is not an option of thinwire train; did you mean lr?",
+    "banana = 1": "run.toml: 'banana' is not an option of thinwire train; thinwire train --help lists the options",
+    "[plan]\nlr = 1": "'plan' is not an option",
     "lr = [1, 2]": "run.toml: lr = [1, 2]: must be text or a number",
-    "lr = ": "--config run.toml: is no TOML",
+    "lr = ": "--config run.toml: is not valid TOML",
     "tensorboard = 1": "tensorboard = 1: must be true or false",
-    "out = 'runs/x'": "'out' is no option",
+    "out = 'runs/x'": "'out' is not an option",
 }
 
 
@@ -193,7 +193,7 @@ def test_options_come_from_a_file_in_the_current_folder_unless_it_names_code(cap
         Path("thinwire.toml").write_text(f"[train]\n{line}\n")
         assert "names code to import" in refused(capsys, "train")
     Path("thinwire.toml").write_text("[train]\nlearning = 1\n")
-    assert "thinwire.toml: 'learning' is no option of thinwire train" in refused(capsys, "train")
+    assert "thinwire.toml: 'learning' is not an option of thinwire train" in refused(capsys, "train")
 
 
 def test_every_command_with_many_options_takes_a_configuration() -> None:

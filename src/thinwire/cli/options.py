@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several commands share: settings as options, the command line as text, the default folder."""
+"""Options of several commands: settings as options, the command line as text, the default folder."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def check_folder(folder: Path, argument: str, fix: str) -> None:
         ConfigError: there is no such folder.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{argument}: {'is a file, and no folder' if folder.exists() else 'no such folder'}. {fix}")
+        raise ConfigError(f"{argument}: {'is a file, not a folder' if folder.exists() else 'no such folder'}. {fix}")
 
 
 def check_saved(folder: Path, argument: str) -> None:

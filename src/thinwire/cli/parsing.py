@@ -265,7 +265,7 @@ def _use_file(program: str, arguments: ArgumentCollection) -> None:
             known = [each for each in options if each not in OF_A_CALL]
             close = [x for x in known if f"{name}-".startswith(f"{x}-")] + get_close_matches(name, known, 1, 0.5)
             hint = f"; did you mean {close[0]}?" if close else f"; {program} --help lists the options"
-            raise ConfigError(f"{path}: {key!r} is no option of {program}{hint}")
+            raise ConfigError(f"{path}: {key!r} is not an option of {program}{hint}")
         token = _token(path, key, value, option)
         if not given and _NAMES_CODE.search(token.value):
             raise ConfigError(
@@ -305,7 +305,7 @@ def read_file(path: Path) -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise ConfigError(
-            f'--config {path}: is no TOML ({error}). Write lines like lr = 0.1 or task = "text"'
+            f'--config {path}: is not valid TOML ({error}). Write lines like lr = 0.1 or task = "text"'
         ) from None
 
 
@@ -341,7 +341,7 @@ def _explain(error: CycloptsError, program: str) -> str:
             known = [x for each in error.argument_collection for x in each.names if x.startswith("--")]
             close = get_close_matches(word, known, 1, 0.5)
             hint = f"did you mean {close[0]}?" if close else f"{program} --help lists the options"
-            return f"{word}: is no option of {program}; {hint}"
+            return f"{word}: is not an option of {program}; {hint}"
         case UnusedCliTokensError(unused_tokens=[first, *_]):
             return f"{first[:_MOST_SHOWN]}: is not expected here. {program} --help lists the options"
         case _:

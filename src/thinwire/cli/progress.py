@@ -175,12 +175,12 @@ def restart_in_words(event: Fields) -> str:
 
 
 def view_in_words(view: Fields) -> str:
-    """Return who came and who went, such as `step 8: 2 workers go on, without 0-5e1f0b7c`."""
+    """Describe a new view, such as `step 8: 2 workers continue, without 0-5e1f0b7c`."""
     count = len(view["members"])
     gone = [*view["lost"], *(f"{worker}, which left with {reason}" for worker, reason in view["left"].items())]
     lost = f", without {', '.join(gone)}" if gone else ""
     joined = f", with {', '.join(view['joined'])}" if view["joined"] else ""
-    return f"step {view['step']}: {count} {'worker goes' if count == 1 else 'workers go'} on{lost}{joined}"
+    return f"step {view['step']}: {count} {'worker continues' if count == 1 else 'workers continue'}{lost}{joined}"
 
 
 def show_summaries(summaries: Sequence[Fields]) -> None:

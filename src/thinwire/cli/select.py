@@ -144,7 +144,7 @@ def _check_out(folder: Path) -> None:
         ConfigError: with the folder and the fix.
     """
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--out {folder}: is a file, and no folder. Use another --out")
+        raise ConfigError(f"--out {folder}: is a file, not a folder. Use another --out")
     found = next((name for name in _OF_OTHERS if (folder / name).exists()), None)
     if found is not None:
         raise ConfigError(

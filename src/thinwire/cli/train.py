@@ -188,7 +188,7 @@ class Train(settings_as_options(without=["timeline_steps"])):
         show_summaries([summary])
         if code:
             words = notice_in_words(summary["notice"])
-            out.print(f"saved after {words}; go on with: thinwire train --resume {folder}")
+            out.print(f"saved after {words}; resume with: thinwire train --resume {folder}")
         else:
             out.print(f"{folder}")
         return code

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What everything else stands on: wires, flat vectors, kernels and files. It knows no method."""
+"""The base of all other packages: wires, flat vectors, kernels and files. It knows no method."""

@@ -101,7 +101,7 @@ class Notice:
             signal.raise_signal(number)
 
     def agreed(self) -> bool:
-        """Whether any rank has a reason to leave; the same on all ranks. Call it after every step, on all ranks."""
+        """Return True if any rank has a reason to leave; equal on all ranks. Call it after every step, on all ranks."""
         worker = self._worker
         step, meets = worker.step, worker.strategy.traits.meets_every
         # Where ranks meet only at multiples of a round, they are asked there.

@@ -123,7 +123,7 @@ class StoreObjects:
         return content
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete objects, as far as the store can."""
+        """Delete objects, if the store can delete."""
         delete_key: Any = getattr(self._store, "delete_key", None)
         if delete_key is None:
             return

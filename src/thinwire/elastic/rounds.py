@@ -447,7 +447,7 @@ class Elastic:
         if not results:
             raise PeerLostError(
                 f"worker {self.worker_id}, step {self.worker.step}: a worker was lost in a call that all make "
-                f"together, and others have gone on to step {self._opens_at} without it. Let all "
+                f"together, and others have continued to step {self._opens_at} without it. Let all "
                 "make the same calls after the same steps, and start this worker again to let it join"
             )
         return results[-1]

@@ -37,7 +37,7 @@ class MembershipInterval:
 
 
 class Views(Protocol):
-    """What an elastic worker knows of the others."""
+    """The members of an elastic run, as one worker knows them."""
 
     @property
     def worker_id(self) -> str:

@@ -25,7 +25,7 @@ with needs("accelerate"):
 
 
 class _Loaded:
-    """What an accelerator loads last: from there on the worker's own state counts."""
+    """Load the worker's state after everything else that an accelerator loads."""
 
     def __init__(self, session: Session, place: str) -> None:
         self._session = session
@@ -33,7 +33,7 @@ class _Loaded:
         self.folder = ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: every rank's state is a file of its own."""
+        """Return nothing: every rank's state is a file of its own."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -50,7 +50,7 @@ def _check_saved(folder: str, place: str) -> None:
 
 
 class _Copies:
-    """In the place of `accelerator.get_state_dict`: of attached models it returns copies of the tensors.
+    """Replace `accelerator.get_state_dict`, and return copies of the tensors of attached models.
 
     Args:
         method: the accelerator's own.
@@ -67,7 +67,7 @@ class _Copies:
 
 
 def _copies_of(state: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Tensors by name, each in memory of its own; those that are tied are one copy."""
+    """Return the tensors with memory of their own, by name; tied ones share one copy."""
     made: dict[Any, Tensor] = {}
 
     def copy(x: Any) -> Any:
@@ -79,7 +79,7 @@ def _copies_of(state: Mapping[str, Any]) -> OrderedDict[str, Any]:
 def _copy_weights(accelerator: Any, worker: Worker) -> None:
     """Let `get_state_dict` copy a worker's weights until it detaches, and so `save_model` and `save_state`.
 
-    They leave out all but one of the tensors in one vector, as if these were tied.
+    Otherwise they take the tensors of one vector for tied ones, and leave out all but one.
 
     Args:
         accelerator: Accelerate's.
@@ -111,10 +111,10 @@ def attach(
 
     The exchange of DistributedDataParallel, in which the accelerator puts the model, is turned off. Then
     `accelerator.save_state(folder)` saves the weights that all workers agree on and every rank's own state,
-    `accelerator.load_state(folder)` goes on from it bit for bit, `accelerator.accumulate(model)` sends one gradient a
-    step, and bytes and waits go to the trackers that `init_trackers` has opened. Evaluate within `worker.consensus()`.
-    `accelerator.save_model(model, folder)` within it writes the weights that all agree on. Where several models are
-    trained, attach to each, in the same order when training is resumed.
+    `accelerator.load_state(folder)` resumes bit for bit, `accelerator.accumulate(model)` sends one gradient per step,
+    and bytes and waits go to the trackers that `init_trackers` has opened. Evaluate inside `worker.consensus()`.
+    There `accelerator.save_model(model, folder)` writes the weights that all agree on. If you train several models,
+    attach to each, in the same order when you resume.
 
     Args:
         accelerator: the `Accelerator`.

@@ -29,8 +29,8 @@ from thinwire.worker.worker import Worker, internals_of
 def load(worker: Worker, folder: str | Path, *, name: str = "worker", **options: Any) -> None:
     """Continue from a checkpoint that `torch.distributed.checkpoint.save` wrote; every rank must call.
 
-    As many ranks as have written it go on bit for bit. Another number goes on from what the workers agreed on, by the
-    rules of `Worker.load`; every rank then reads the parts of all.
+    The number of ranks that wrote it continues bit for bit. Another number continues from the consensus, by the rules
+    of `Worker.load`; every rank then reads the parts of all.
 
     Args:
         worker: from `attach`, of the same recipe, model, seed and optimizer.
@@ -39,7 +39,7 @@ def load(worker: Worker, folder: str | Path, *, name: str = "worker", **options:
         options: more for `torch.distributed.checkpoint.load`, such as `process_group`.
 
     Raises:
-        CheckpointError: there is no worker of that name in it, or it does not fit; nothing has changed then.
+        CheckpointError: it has no worker of that name, or the worker does not fit; nothing has changed.
         ConfigError: the folder is a URL.
     """
     folder = local_path(folder)

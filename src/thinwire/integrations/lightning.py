@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning: `Trainer(strategy=Strategy("DiLoCo(period=32)"))`, or a callback beside a strategy of your own."""
+"""Lightning: `Trainer(strategy=Strategy("DiLoCo(period=32)"))`, or a callback with a strategy of your own."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ with needs("lightning"):
 
 
 class Callback(pl.Callback):
-    """Trains a module with a thinwire strategy; the Trainer's own strategy stays, with its exchange turned off.
+    """Train a module with a thinwire strategy; the Trainer's own strategy stays, with its exchange turned off.
 
-    Validation and checkpoints see the model that all workers agree on. Beside each checkpoint `x.ckpt` a folder
-    `x.ckpt.workers` holds every rank's own state, and `fit(ckpt_path=...)` goes on from it bit for bit. After `fit` the
+    Validation and checkpoints use the model that all workers agree on. Next to each checkpoint `x.ckpt`, the folder
+    `x.ckpt.workers` holds every rank's own state, and `fit(ckpt_path=...)` resumes from it bit for bit. After `fit` the
     module is the model that all agree on. Bytes and waits go to the Trainer's loggers.
 
     Args:
@@ -53,7 +53,7 @@ class Callback(pl.Callback):
         session.call_before(trainer.strategy, "teardown", finish)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Continue where `fit` was given a checkpoint."""
+        """Load the workers' state if `fit` was given a checkpoint."""
         if self.session is not None and trainer.ckpt_path is not None:
             self.session.load(f"{os.path.realpath(trainer.ckpt_path)}.workers")
 
@@ -69,7 +69,7 @@ class Callback(pl.Callback):
             self.session.hold()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Train on with this worker's own parameters."""
+        """Continue training with this worker's own parameters."""
         if self.session is not None:
             self.session.release()
 
@@ -84,7 +84,7 @@ class Callback(pl.Callback):
                 logger.log_metrics(figures, step=step)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Wait for nobody: the other workers may have failed too."""
+        """Detach without waiting for other workers, which may have failed too."""
         if self.session is not None:
             self.session.abandon()
             self.session = None
@@ -113,23 +113,23 @@ class Strategy(DDPStrategy):
         super().setup(trainer)
 
     def configure_ddp(self) -> None:
-        """Leave the module as it is: its gradients are the thinwire strategy's."""
+        """Leave the module unchanged: the thinwire strategy exchanges its gradients."""
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
-        """Nothing: the worker itself knows which gradients are a step's last."""
+        """Do nothing: the worker itself knows which gradients are a step's last."""
         yield
 
 
 class WorkerFolders:
-    """Keeps a folder `x.ckpt.workers` beside each checkpoint `x.ckpt` of a Lightning strategy.
+    """Keep a folder `x.ckpt.workers` next to each checkpoint `x.ckpt` of a Lightning strategy.
 
-    A name may be made of metrics, which Lightning does not average unless told to: each rank has its own then, and
-    rank 0's is that of the checkpoint. Rank 0 also says which ones were removed; the others, whose disks may be their
-    own, follow at the next save.
+    A name may contain metrics, which differ between ranks unless Lightning averages them. All ranks use the name of
+    rank 0, which also sends the names of removed checkpoints. The others, which may have their own disks, remove theirs
+    at the next save.
 
     Args:
-        session: of the training; its end takes this off the strategy.
+        session: of the training; its end restores the strategy's methods.
         strategy: Lightning's.
     """
 

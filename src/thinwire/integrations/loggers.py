@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes and waits of a run as curves: TensorBoard, Weights & Biases, or whatever takes a dict of numbers."""
+"""Bytes and waits of a run as curves: TensorBoard, Weights & Biases, or any object that takes a dict of numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from thinwire.worker.worker import Worker, internals_of
 
 
 class Logger(Protocol):
-    """What takes figures: one method."""
+    """An object that records figures."""
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         """Record figures, by name, at a step."""
@@ -51,7 +51,7 @@ class WandB:
     """Figures in a run of Weights & Biases.
 
     Args:
-        run: from `wandb.init`; None is the one that is open.
+        run: from `wandb.init`; None is the open one.
     """
 
     def __init__(self, run: Any = None) -> None:
@@ -63,7 +63,7 @@ class WandB:
             raise ConfigError('WandB(): no run is open. Call wandb.init(mode="online" or "offline") first')
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Record figures, by name, with the step beside them, as the run has a count of its own."""
+        """Record figures by name, and the step as `thinwire/step`, since the run counts its own steps."""
         self._run.log({**figures, "thinwire/step": step})
 
 

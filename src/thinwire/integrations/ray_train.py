@@ -38,7 +38,7 @@ def _set_recipe(text: str) -> None:
 
 @dataclass
 class Config(TorchConfig):
-    """Ray's `TorchConfig`, which also tells every worker the strategy; `attach` in the training loop uses it.
+    """Ray's `TorchConfig`, which also gives every worker the strategy for `attach` in the training loop.
 
     Args:
         strategy: the recipe, as an object or as text; a wrong one is refused here, before workers start.
@@ -64,7 +64,7 @@ class Config(TorchConfig):
 
 
 def attach(model: nn.Module, optimizer: Any, strategy: Strategy | str | None = None, **options: Any) -> Worker:
-    """Train a model with the strategy of `Config`, in a loop of Ray Train; goes on from its checkpoint, if it has one.
+    """Train a model with the strategy of `Config` in a loop of Ray Train, from Ray's checkpoint if there is one.
 
     The exchange of DistributedDataParallel, in which `ray.train.torch.prepare_model` puts the model, is turned off.
 

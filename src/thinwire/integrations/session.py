@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all integrations share: one attached model in a loop that belongs to another tool."""
+"""The base of all integrations: one attached model in a loop that belongs to another tool."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _open: WeakValueDictionary[int, Session] = WeakValueDictionary()  # by the ident
 
 @contextmanager
 def needs(package: str) -> Generator[None]:
-    """Say what to install, where an import within it finds nothing.
+    """Name the package to install if an import inside the block fails.
 
     Args:
         package: what pip installs.
@@ -78,7 +78,7 @@ def plain_model(model: nn.Module) -> nn.Module:
 
 
 def figures_of(worker: Worker) -> Callable[[], dict[str, float]]:
-    """Return a function that says what a worker has sent and waited for since its last call, by names for logs."""
+    """Return a function that returns a worker's bytes and waits since its last call, by names for logs."""
     before, since = worker.stats(), worker.step
 
     def read() -> dict[str, float]:
@@ -157,7 +157,7 @@ class Session:
         self._replace(owner, name, both)
 
     def agree_in(self, owner: Any, name: str) -> None:
-        """Let a method that returns the model's weights by name return those that all workers agree on.
+        """Make a method that returns the model's weights return the weights that all workers agree on.
 
         Args:
             owner: the tool's object; every rank must call its method.
@@ -166,7 +166,7 @@ class Session:
         method = getattr(owner, name)
 
         def agreed() -> dict[str, Any]:
-            held = self.holding  # as within validation, which goes on
+            held = self.holding  # inside validation, which continues
             self.hold()
             try:
                 return {key: x.clone() if isinstance(x, Tensor) else x for key, x in method().items()}
@@ -212,9 +212,12 @@ class Session:
             ) from error
 
     def finish(self, *, agree: bool = True) -> None:
-        """End: the model keeps what all workers agree on, unless another one was loaded since; every rank must call.
+        """Detach, and leave the parameters that all workers agree on in the model; every rank must call.
 
-        The model is let go also where the others do not answer, so that it can be attached again.
+        If other ranks do not answer, the model is detached too, so that it can be attached again.
+
+        Args:
+            agree: False keeps the parameters that the tool has loaded, such as those of the best checkpoint.
         """
         model = self.worker.model
         try:
@@ -233,7 +236,7 @@ class Session:
             raise
 
     def abandon(self) -> None:
-        """End after an error: wait for nobody, as the other workers may have failed too."""
+        """End after an error, without waiting for other workers, which may have failed too."""
         self.release()
         for replica in self.worker.replicas:
             for part in replica.tree():
@@ -242,7 +245,7 @@ class Session:
 
 
 def _separate(worker: Worker) -> None:
-    """Give each parameter memory of its own again, without which some tools take all of them for one tied tensor."""
+    """Give each parameter its own memory again: some tools take parameters of one vector for tied ones."""
     with suppress(torch.OutOfMemoryError):  # they can be used as they are
         for parameters, _ in internals_of(worker).layouts:
             for parameter in parameters:
@@ -251,7 +254,7 @@ def _separate(worker: Worker) -> None:
 
 
 def abandon_open(model: nn.Module) -> None:
-    """End the session of a training of this model that an error has ended, where its tool did not tell."""
+    """End the session of an earlier training of this model that an error ended without a call of `abandon`."""
     session = _open.get(id(plain_model(model)))
     if session is not None:
         session.abandon()

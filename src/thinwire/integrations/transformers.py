@@ -22,20 +22,19 @@ _LOGGER = logging.getLogger("thinwire")
 
 
 class Callback(TrainerCallback):
-    """Trains a Trainer's model with a strategy.
+    """Train a Trainer's model with a strategy.
 
     The exchange of DistributedDataParallel, in which the Trainer puts the model, is turned off. The Trainer evaluates
-    and saves the model that all workers agree on; every rank's own state lies beside it in the checkpoint folder, and
-    `train(resume_from_checkpoint=...)` goes on from it bit for bit. After training the model is that which all agree
-    on. Bytes and waits are added to the logs: to `state.log_history`, and to TensorBoard and W&B where `report_to`
-    names them.
+    and saves the model that all workers agree on. The checkpoint folder also holds every rank's own state, from which
+    `train(resume_from_checkpoint=...)` resumes bit for bit. After training the model is the one that all agree on.
+    Bytes and waits are added to the logs: to `state.log_history`, and to TensorBoard and W&B if `report_to` names them.
 
-    Put it last in the list of callbacks: of an evaluation or a checkpoint that another one asks for behind it, it
-    learns too late, and raises `ConfigError`.
+    Put it last in the list of callbacks. If a callback behind it asks for an evaluation or a checkpoint, it raises
+    `ConfigError`.
 
     Args:
         strategy: the recipe, as an object or as text.
-        resume_from: the checkpoint folder, where `train(resume_from_checkpoint=...)` names one outside `output_dir`.
+        resume_from: the checkpoint folder, if `train(resume_from_checkpoint=...)` names one outside `output_dir`.
         options: more for `attach`, such as `seed` or `nonfinite`.
     """
 
@@ -64,7 +63,7 @@ class Callback(TrainerCallback):
         self._loggers = _loggers_of(args) if state.is_world_process_zero else []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Where the Trainer is about to evaluate or save, give it the model that all workers agree on."""
+        """Put the model that all workers agree on in place, if the Trainer is about to evaluate or save."""
         if self.session is not None and (control.should_evaluate or control.should_save):
             # Until the next step: whether to save may depend on the evaluation.
             self.session.hold()
@@ -72,7 +71,7 @@ class Callback(TrainerCallback):
     on_epoch_end = on_step_end
 
     def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Save every rank's own state beside the Trainer's."""
+        """Save every rank's own state next to the Trainer's."""
         if self.session is not None:
             self._check_agreed("a checkpoint")
             self.session.save(f"{args.output_dir}/checkpoint-{state.global_step}")
@@ -83,7 +82,7 @@ class Callback(TrainerCallback):
             self._check_agreed("an evaluation")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Training goes on with the worker's own parameters, whatever other callbacks did."""
+        """Continue training with the worker's own parameters, whatever other callbacks did."""
         if self.session is not None:
             self.session.release()
 
@@ -103,7 +102,7 @@ class Callback(TrainerCallback):
             logger.log(figures, state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Leave the model that all workers agree on; the best one, where the Trainer has loaded that."""
+        """Leave the model that all workers agree on, or the best one if the Trainer has loaded it."""
         if self.session is not None:
             self.session.finish(agree=not (self.session.holding or _loads_best(args, state)))
             self.session = None
@@ -122,7 +121,7 @@ class Callback(TrainerCallback):
 
 
 def _count_tokens_apart(args: Any) -> None:
-    """Turn off the count of all devices' tokens, by which the loss is scaled: one message and one wait a step."""
+    """Turn off the count of all devices' tokens that scales the loss: it costs a message and a wait per step."""
     if args.world_size > 1 and args.average_tokens_across_devices:
         _LOGGER.warning("average_tokens_across_devices is turned off: it would let workers wait at every step")
         args.average_tokens_across_devices = False
@@ -142,20 +141,20 @@ def _check_search(args: Any, state: Any) -> None:
     if getattr(state, "is_hyper_param_search", False) and args.save_strategy != "no":
         raise ConfigError(
             f"hyperparameter_search with save_strategy={args.save_strategy!r}: each trial saves in a folder "
-            'that callbacks are not told, so that workers\' states would lie elsewhere. Set save_strategy="no"'
+            'whose path callbacks do not get, so workers\' states would be saved elsewhere. Set save_strategy="no"'
         )
 
 
 def loaded_from(args: Any, state: Any, resume_from: str | None) -> str:
-    """Return the checkpoint that the Trainer has loaded, of which a callback is told its contents and not its place.
+    """Return the folder of the checkpoint that the Trainer has loaded: callbacks get its contents, not its path.
 
     Args:
         args: the Trainer's arguments.
         state: the Trainer's state, as it was loaded.
-        resume_from: what the callback was told.
+        resume_from: the callback's argument.
 
     Raises:
-        ConfigError: none that is known fits, or more than one.
+        ConfigError: no known folder fits, or more than one does.
     """
     given, step = args.resume_from_checkpoint, state.global_step
     named = [resume_from, given if isinstance(given, str) else None, f"{args.output_dir}/checkpoint-{step}"]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the papers say: strategies, codecs, graphs, optimizers, and the means that they are made of."""
+"""The methods of the papers: strategies, codecs, graphs, optimizers, and the means that they are made of."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known before a run: the doctor, the planner and the simulator."""
+"""Predictions before a run: the doctor, the planner and the simulator."""

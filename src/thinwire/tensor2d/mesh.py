@@ -215,7 +215,10 @@ def _device_mesh(
     if not isinstance(shape, DeviceMesh):
         if min(shape) < 1 or prod(shape) != dist.get_world_size():
             mesh = "x".join(map(str, shape))
-            raise ConfigError(f"a {mesh} mesh needs {prod(shape)} processes, not {dist.get_world_size()}")
+            raise ConfigError(
+                f"shape={mesh} with {dist.get_world_size()} processes: it needs {prod(shape)}. Start as many, or use "
+                "another shape"
+            )
         count_in_store("thinwire/meshes", timeout)  # PyTorch would wait forever for a store that does not answer
         return init_device_mesh(device, shape, mesh_dim_names=names)
     if shape.ndim != len(names) or (len(names) > 2 and shape.mesh_dim_names is None):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What packages above this one add to `attach`: the planner behind "auto", and the rounds of elastic runs.
+"""Parts of `attach` that packages above this one register: the planner behind "auto", and the rounds of elastic runs.
 
 Both use this package, so it cannot import them. `thinwire/__init__.py` registers them. This module imports neither
 torch nor them, because `import thinwire` runs it.
@@ -82,7 +82,7 @@ class ElasticOptions:
 
 
 class Elastic(Rounds, Protocol):
-    """What a worker knows of the other workers of an elastic run: a `thinwire.elastic.rounds.Elastic`.
+    """A worker's view of the other workers of an elastic run: a `thinwire.elastic.rounds.Elastic`.
 
     Attributes:
         costs: the costs of changes of view so far, by name, such as lost push-sum weight.

@@ -170,7 +170,7 @@ def _check(worker: WorkerState, new: Strategy) -> None:
 
 
 def _must_meet(before: Strategy, after: Strategy) -> bool:
-    """Whether the optimizers must be made equal: workers with a common gradient would else drift apart by momentum."""
+    """Return True if the optimizers must be made equal, as momentum would make workers with one gradient diverge."""
     return after.traits.needs_equal_start and not before.traits.needs_equal_start
 
 

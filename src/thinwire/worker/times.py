@@ -76,7 +76,7 @@ class SlowWorker:
 
 @dataclass(frozen=True)
 class Report:
-    """What one worker reports in a round.
+    """The report of one worker in a round.
 
     Attributes:
         data: seconds of `WorkerTimes.data_seconds`.

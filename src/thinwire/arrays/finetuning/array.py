@@ -69,7 +69,7 @@ def adapters(base: nn.Module, members: Sequence[Any], *, seeds: Sequence[int] | 
 
 @dataclass(frozen=True)
 class AdapterSelection(Selection):
-    """What `select` or `add` of an array of adapters did: padding may have changed too.
+    """The result of `select` or `add` of an array of adapters; padding may have changed too.
 
     Args:
         ranks: for every old parameter with an axis of ranks, that axis and its new length.

@@ -237,7 +237,7 @@ class FusedArray(ModelArray):
         return iter(self._parameters)
 
     def shared_parameters(self) -> Iterator[nn.Parameter]:
-        """Trainable parameters that all models share; train them by an optimizer of torch."""
+        """Trainable parameters that all models share; train them with a torch optimizer."""
         yield from (parameter for parameter in self.parameters() if is_shared(parameter) and parameter.requires_grad)
 
     def own_parameters(self) -> Iterator[nn.Parameter]:

@@ -32,7 +32,7 @@ _KEYS = (
 
 
 class Parts(TypedDict, total=False):
-    """What trains an array, and is saved and loaded with it: the scaler is that of the losses."""
+    """The optimizer, schedules and scaler that are saved and loaded with an array."""
 
     optimizer: FusedOptimizer | None
     schedules: Schedules | None
@@ -200,7 +200,7 @@ def check(state: Mapping[str, Any], array: ModelArray, **parts: Unpack[Parts]) -
         if name not in theirs or name not in ours:
             raise CheckpointError(f"{name} is in the {'checkpoint' if name in theirs else 'array'} only")
         if ours[name] != theirs[name]:
-            raise CheckpointError(f"{name}: {theirs[name]} in the checkpoint and {ours[name]} here. Make it alike")
+            raise CheckpointError(f"{name}: {theirs[name]} in the checkpoint and {ours[name]} here. Make them equal")
     schedules = parts.get("schedules")
     kinds = [] if schedules is None else [type(each).__name__ for each in schedules.schedulers]
     for slot in range(models if schedules is not None else 0):
@@ -208,8 +208,8 @@ def check(state: Mapping[str, Any], array: ModelArray, **parts: Unpack[Parts]) -
         saved, here = state["schedules"][slot]["kind"], kinds[min(slot, array.size - 1)]
         if saved != here:
             raise CheckpointError(
-                f"slot {slot} has a {saved} in the checkpoint and a {here} here. Make Schedules with a factory for "
-                "each slot's model in the checkpoint"
+                f"slot {slot} has a {saved} in the checkpoint and a {here} here. Give Schedules the factory that made "
+                f"the {saved}"
             )
 
 

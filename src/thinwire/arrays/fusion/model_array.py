@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What arrays of models and arrays of adapters have in common."""
+"""The common base of arrays of models and arrays of adapters."""
 
 from __future__ import annotations
 

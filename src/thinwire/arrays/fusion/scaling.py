@@ -94,7 +94,10 @@ class GradScaler:
         if not self.enabled:
             return torch.zeros_like(self.growths, dtype=torch.bool)
         if id(optimizer) in self._found:
-            raise ConfigError("unscale_ was called already since the last update(): gradients would be divided twice")
+            raise ConfigError(
+                "unscale_() was called twice since the last update(): gradients would be divided twice. Call it once "
+                "per step"
+            )
         held = _with_gradients(p for group in optimizer.param_groups for p in group["params"])
         if held:
             self._move(held[0].device)
@@ -121,7 +124,7 @@ class GradScaler:
             optimizer.step()
 
     def update(self) -> None:
-        """Lower the scales of models that overflowed, and raise those of models that have not for long enough.
+        """Lower the scales of models that overflowed, and raise those of models without an overflow for long enough.
 
         Raises:
             ConfigError: no gradients were checked since the last update.

@@ -23,7 +23,7 @@ _ALL = -1
 
 @dataclass(frozen=True)
 class Selection:
-    """What `FusedArray.select` did, for `select` of the optimizer, the schedules and the scaler.
+    """The result of `FusedArray.select`, for `select` of the optimizer, the schedules and the scaler.
 
     Args:
         indices: for each new slot, the old slot of its model; a model may be there more than once.

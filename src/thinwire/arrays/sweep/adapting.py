@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sweep over adapters of one base adds: its targets, and each trial's adapter."""
+"""Sweeps over adapters of one base: their targets, and each trial's adapter."""
 
 from __future__ import annotations
 

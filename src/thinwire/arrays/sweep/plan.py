@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all trials of a sweep have in common, and the settings of one trial."""
+"""The plan of a sweep, common to all trials, and the settings of one trial."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from thinwire.lab.tasks.base import Task
 
 @dataclass(frozen=True)
 class Plan:
-    """What all trials of a sweep have in common.
+    """The settings that all trials of a sweep have in common.
 
     Args:
         task: the task that is learned.

@@ -44,7 +44,9 @@ class PackedSearcher(Searcher):
             ConfigError: the tuner has a `param_space` too.
         """
         if config:
-            raise ConfigError(f"param_space={config} beside packed(): it has the space of members. Leave one out")
+            raise ConfigError(
+                f"param_space={config} with packed(), which has the space of the members. Leave param_space out"
+            )
         return True
 
     def suggest(self, trial_id: str) -> dict[str, list[Hyperparameters]] | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sweep has found: its trials as rows and JSON, a summary, and the best trial as options of `thinwire train`."""
+"""The results of a sweep: its trials as rows and JSON, a summary, and the best trial as options of `thinwire train`."""
 
 from __future__ import annotations
 

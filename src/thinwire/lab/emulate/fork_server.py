@@ -136,7 +136,7 @@ class ForkServer:
         return Started(pid, stdout, stderr)
 
     def close(self) -> None:
-        """End the server; its workers go on."""
+        """End the server; its workers continue."""
         self._socket.close()
         self._process.kill()
         self._process.wait()

@@ -98,7 +98,7 @@ class Workers:
         on_line: called with the rank, `stdout` or `stderr`, and each line.
         grace_seconds: seconds the others have to end by themselves once a worker has failed.
         timeout: seconds after which the workers are stopped; None is no limit, for workers whose own waits have one.
-        survives: whether the others are left alone when one has failed, since they can go on without it.
+        survives: whether the others continue when one has failed.
         notices: signals that are passed on to the workers the first time, which end by themselves then, however long
             that takes.
         restart: with `survives`, called with the exit of a worker that has failed; returns in how many seconds it is

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a comparison is made for: bytes against loss with the Pareto front, and figures of each strategy over seeds."""
+"""The trade-off of a comparison: bytes against loss with the Pareto front, and figures of each strategy over seeds."""
 
 import math
 from collections.abc import Callable, Sequence

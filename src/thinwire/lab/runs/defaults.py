@@ -76,7 +76,7 @@ def _task(given: dict[str, Any]) -> Task:
 
 
 def check_recipe_survives(settings: Settings) -> None:
-    """Refuse a recipe that cannot go on when a worker is lost.
+    """Refuse a recipe that cannot continue when a worker is lost.
 
     Raises:
         ConfigError: with the reason.
@@ -97,8 +97,8 @@ def check_can_save(settings: Settings) -> None:
     parse_strategy(settings.strategy, f"which cannot be saved. Use AllReduce() with on_notice={settings.on_notice!r}")
     if settings.tensor_parallel is not None:
         raise ConfigError(
-            f"on_notice={settings.on_notice!r} with tensor_parallel={settings.tensor_parallel!r}: a signal is told to "
-            "ranks that hold the same part of the model only. Use save_every"
+            f"on_notice={settings.on_notice!r} with tensor_parallel={settings.tensor_parallel!r}: only the ranks that "
+            "hold the same part of the model would learn of a signal. Use save_every"
         )
 
 

@@ -60,8 +60,8 @@ def _passes(every: int | None, before: int, step: int) -> bool:
 class ElasticTraining:
     """One worker's part in an elastic run.
 
-    Whatever is shown of the run is written by the launcher, which outlives every worker: each tells it the steps that
-    it has taken, a few times a second, so that little is lost with it.
+    The launcher, which outlives every worker, writes the record of the run. Each worker reports its steps to it a few
+    times a second, so that little is lost with a worker.
 
     Args:
         settings: equal on all workers.
@@ -114,7 +114,7 @@ class ElasticTraining:
 
         Raises:
             NonFiniteError: this worker's loss is NaN or infinite, and `nonfinite` is "raise".
-            CommError: the store is gone, or the others went on without this worker.
+            CommError: the store is gone, or the others continued without this worker.
         """
         worker, settings = self.worker, self._settings
         self._views.on_view.append(self._tell_view)

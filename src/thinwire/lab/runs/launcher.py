@@ -100,7 +100,7 @@ def launch(settings: Settings, folder: Path, *, listener: Listener = ignore_even
     if record is not None and record.ended:
         return record.finish()
     if record is not None and record.left and workers.failure is None:
-        raise PeerLostError(f"all workers have left with notice by step {output.step}: no worker is left to continue")
+        raise PeerLostError(f"all workers have left with notice by step {output.step}. Start the run again")
     summary = home.summary()
     if workers.failure is None and summary is not None:
         return summary

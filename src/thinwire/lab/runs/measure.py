@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured in a run: figures of each step, time intervals of early steps, bytes of the network interface."""
+"""Measurements of a run: figures of each step, time intervals of early steps, bytes of the network interface."""
 
 from __future__ import annotations
 

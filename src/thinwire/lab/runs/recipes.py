@@ -84,7 +84,7 @@ def split_recipes(text: str) -> list[str]:
         raise ConfigError(f"strategies {text!r}: name at least one, such as 'AllReduce(); LocalSGD(period=8); ddp'")
     twice = next((recipe for recipe in recipes if recipes.count(recipe) > 1), None)
     if twice:
-        raise ConfigError(f"strategies {text!r}: {twice} is there twice. Use --rounds to run each several times")
+        raise ConfigError(f"strategies {text!r}: {twice} is named twice. Use --rounds to run each several times")
     return recipes
 
 

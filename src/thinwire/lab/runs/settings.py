@@ -83,7 +83,7 @@ class Settings:
         schedule: learning rate after warmup: constant, or cosine down to a tenth of the peak at the last step; constant
             unless given.
         nonfinite: what to do where a loss or gradient is NaN or infinite: raise ends the run, skip leaves that step
-            out, and ignore goes on; raise unless given.
+            out, and ignore continues; raise unless given.
         split: how training data are divided among workers: iid, dirichlet(ALPHA), label or group; iid unless given.
         coreset: how each worker chooses the examples it trains on, such as "Craig(fraction=0.1, every=5)", or Random,
             Stratified, KCenter, El2n, Grand or Crest; choosing them counts as training time. All of them unless given.
@@ -104,12 +104,12 @@ class Settings:
         timeline_steps: number of early steps whose time intervals are recorded.
         timeout: seconds that a worker waits for the others; a minute, or more with slow links or workers,
             unless given.
-        elastic: go on when a worker is lost. Such a run ends after steps, and every epoch's batches are dealt to the
-            workers that are left.
-        on_notice: what SIGTERM or SIGUSR1 does, by which schedulers and spot machines announce the end: save lets all
-            workers save after the same step and ends the run with exit code 75, from which --resume goes on; leave,
-            with elastic, lets the worker go that got the signal, and the others train on. Unless given, a signal ends
-            the run at once.
+        elastic: continue when a worker is lost. Such a run ends after steps, and every epoch's batches are assigned to
+            the workers that are left.
+        on_notice: what to do on SIGTERM or SIGUSR1, by which schedulers and spot machines announce the end: save makes
+            all workers save after the same step and ends the run with exit code 75, so that --resume continues; leave,
+            with elastic, lets the worker that got the signal leave, and the others continue. Unless given, a signal
+            ends the run at once.
         restarts: with elastic, how many times workers that were killed are started again, all together; they join the
             others. 0 unless given.
         late: with elastic, close rounds without late workers, whose work counts in a later round: late, or options of
@@ -182,7 +182,9 @@ class Settings:
         elif self.late is not None:
             raise ConfigError(f"late={self.late!r}: only elastic runs close rounds without late workers. Add elastic")
         elif self.on_notice == "leave":
-            raise ConfigError("on_notice='leave': only elastic runs go on without a worker. Add elastic, or use 'save'")
+            raise ConfigError(
+                "on_notice='leave': only elastic runs continue without a worker. Add elastic, or use 'save'"
+            )
         if self.schedule == "cosine" and self.steps is None:
             raise ConfigError("schedule='cosine': needs steps, to know when it ends. Give steps or use 'constant'")
 
@@ -284,7 +286,7 @@ def _check_elastic(settings: Settings) -> None:
     if settings.device != "cpu" or settings.split != "iid":
         name = "split" if settings.device == "cpu" else "device"
         raise ConfigError(
-            f"{name}={getattr(settings, name)!r} with elastic: batches of one data set are dealt to workers on the "
+            f"{name}={getattr(settings, name)!r} with elastic: batches of one data set are assigned to workers on the "
             f"CPU. Use {'iid' if name == 'split' else 'cpu'}"
         )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The strategies that a run goes on with, and after which steps."""
+"""The strategies that a run switches to, and after which steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EXAMPLE = '"200: SlowMo(period=12)", or several separated by semicolons'
 
 
 def parse_switches(text: str | None, *, imports: bool = True) -> dict[int, Strategy]:
-    """Strategies by the step after which they go on, from a text such as "200: SlowMo(period=12); 400: AllReduce()".
+    """Read strategies by the step after which they start, such as "200: SlowMo(period=12); 400: AllReduce()".
 
     Args:
         text: entries `STEP: RECIPE`, separated by semicolons; None for none.

@@ -27,7 +27,7 @@ from thinwire.worker.attach import attach
 
 
 def check_tensor_parallel(settings: Settings, task: Task, recipe: object) -> None:
-    """Refuse what cannot train on the settings' mesh, before any worker is started.
+    """Refuse settings that cannot train on their mesh, before any worker starts.
 
     Raises:
         ConfigError: a recipe, an optimizer, a batch or a model that cannot be split.

@@ -43,7 +43,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class RunContext:
-    """What one rank trains with.
+    """The model, data and strategy of one rank.
 
     Attributes:
         settings: of the run.
@@ -266,7 +266,7 @@ class Training:
 
     @contextmanager
     def _listening(self) -> Generator[Notice | None]:
-        """What tells the ranks of signals, while this context lasts."""
+        """Inform the ranks of signals inside the block."""
         engine = self.engine
         if self.context.settings.on_notice is None or not isinstance(engine, ThinwireEngine):
             yield None
@@ -337,7 +337,7 @@ class Training:
             context.emit({"event": "step", **record.line()})
 
     def _raise_on_all(self, error: ThinwireError) -> NoReturn:
-        """Raise an error that this rank has found; under PyTorch's own methods the others cannot be told."""
+        """Raise an error that this rank has found; under PyTorch's own methods the others cannot be informed."""
         if not isinstance(self.engine, ThinwireEngine):
             raise error
         try:

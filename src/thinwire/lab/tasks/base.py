@@ -101,7 +101,7 @@ BITS_PER_BYTE = Measure("bits_per_byte", False, lambda loss, _, targets: loss / 
 
 
 class CrossEntropy:
-    """What a task minimizes: the mean cross entropy in nats over targets that are not `IGNORED`."""
+    """The loss of a task: the mean cross entropy in nats over targets that are not `IGNORED`."""
 
     def apply(self, model: nn.Module, batch: Batch) -> tuple[Any, Any]:
         """Call the model on a batch, on its device; returns the logits, [..., classes], and the targets, [...]."""

@@ -112,7 +112,7 @@ class CombinedOptimizer(Combined):
         if len(groups) != len(self.param_groups):
             raise ValueError(
                 f"the state has {len(groups)} parameter groups: must be {len(self.param_groups)}. Load "
-                "that of the same optimizers"
+                "the state of the same optimizers"
             )
         for each in self.optimizers:
             own, groups = groups[: len(each.param_groups)], groups[len(each.param_groups) :]

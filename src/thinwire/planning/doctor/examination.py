@@ -32,7 +32,7 @@ class Budget:
         answer: how long to wait for one answer of another rank.
         links: for all links together.
         all_reduces: for all sizes together.
-        steps: for the model's steps, and as much again for those beside messages.
+        steps: for the model's steps, and as much again for steps with messages.
     """
 
     answer: float = 15.0
@@ -61,7 +61,7 @@ def examine(
         clock: of this machine.
 
     Returns:
-        What was seen, on rank 0; None on the others.
+        The findings on rank 0; None on the others.
 
     Raises:
         CommTimeoutError: rank 0 did not answer.
@@ -109,7 +109,7 @@ def examine(
 
 
 def _gather(peers: Rendezvous, budget: Budget) -> tuple[bytes, list[int], dict[int, str]]:
-    """Find out who came; rank 0 decides, draws the token for the links, and tells the others."""
+    """Find out which ranks came; rank 0 decides, draws the token for the links, and informs the others."""
     if peers.rank == 0:
         hosts = peers.collect("host", range(peers.size), seconds=budget.answer)
         addresses = {rank: each["gloo_address"] for rank, each in hosts.items()}
@@ -124,7 +124,7 @@ def _gather(peers: Rendezvous, budget: Budget) -> tuple[bytes, list[int], dict[i
     told = {int(rank): address for rank, address in found[0]["addresses"].items()}
     if peers.rank not in told:
         raise CommTimeoutError(
-            f"rank {peers.rank}: came too late. Rank 0 had waited for {budget.answer:g} s and went on with "
+            f"rank {peers.rank}: came too late. Rank 0 had waited for {budget.answer:g} s and continued with "
             f"{len(told)} of {peers.size} ranks. Start all ranks at about the same time, or raise --timeout"
         )
     return bytes.fromhex(found[0]["token"]), sorted(told), told
@@ -145,7 +145,7 @@ def _take(
 def _in_a_group(
     peers: Rendezvous, complete: bool, time_step: TimeStep, budget: Budget, tell: Tell
 ) -> tuple[dict[int, float], LoadedStep | None, str]:
-    """All-reduces by size and a step beside messages, if rank 0 finds that all can take part; and what went wrong."""
+    """Time all-reduces by size, and a step with messages, if rank 0 finds that all can take part; with the problem."""
     if peers.rank == 0:
         peers.put("reduce", complete)
     go = peers.collect("reduce", [0], seconds=2 * (budget.answer + budget.links))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one process can tell of its machine without talking to another: interfaces, names, versions, limits, threads."""
+"""Facts of one machine that need no other: interfaces, names, versions, limits, threads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class Host:
-    """One rank's machine, as the other ranks are told of it; JSON values only.
+    """One rank's machine, as it is sent to the other ranks; JSON values only.
 
     Attributes:
         rank: of the process that looked.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The link between two ranks, measured over TCP: latency, bandwidth one way and both, clocks.
 
-Every rank listens at the address that Gloo would use, on a port that the system chooses. Who connects must send a
-token that rank 0 has drawn and that travels over the rendezvous, and says which rank it is; others are hung up on.
+Every rank listens at the address that Gloo would use, on a port that the system chooses. A caller must send its rank,
+and a token that rank 0 has drawn and sent over the rendezvous. Connections of others are closed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Pair:
-    """What was measured between two ranks.
+    """The measured link between two ranks.
 
     Attributes:
         a: the rank that connected.
@@ -274,7 +274,7 @@ def _ping(line: socket.socket, clock: Clock) -> tuple[list[float], list[float]]:
 
 
 def _send_for(line: socket.socket, seconds: float) -> float:
-    """Send for so many seconds; the bits per second at which it arrived, as the receiver tells."""
+    """Send for so many seconds; returns the bits per second at which the receiver got it."""
     more, last = _MORE + bytes(_CHUNK - 1), _LAST + bytes(_CHUNK - 1)
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -285,7 +285,7 @@ def _send_for(line: socket.socket, seconds: float) -> float:
 
 
 def _receive_all(line: socket.socket) -> float:
-    """Receive until the last chunk; tells the sender what arrived in how many seconds, and returns the rate.
+    """Receive until the last chunk; sends bytes and seconds to the sender, and returns the rate.
 
     The first third is left out: a connection starts slowly, and buffers on the way fill at any speed.
     """
@@ -345,7 +345,7 @@ def _beside(work: Callable[[], float]) -> Callable[[], float]:
 
 
 def _problem(rank: int, listener: dict[str, Any] | None) -> str:
-    """Why nobody can connect to a rank, by what it has told of its listener; "" if somebody can."""
+    """Return why no rank can connect to this one, by its report of its listener; "" if others can."""
     if listener is None:
         return f"rank {rank} did not answer"
     return f"rank {rank} {listener['problem']}" if listener["problem"] else ""

@@ -26,9 +26,9 @@ _STORE_SECONDS = 10.0
 
 
 class Rendezvous:
-    """The ranks' notes to each other, as JSON in the rendezvous store; nobody waits for a rank that does not come.
+    """The ranks' notes to each other, as JSON in the rendezvous store; no rank waits for one that does not come.
 
-    Unlike a process group it works with some of the ranks: it says who came, and who did not.
+    Unlike a process group it works with some of the ranks: it reports the ranks that came, and those that did not.
 
     Args:
         rank: of this process.
@@ -75,7 +75,7 @@ class Rendezvous:
             within(_STORE_SECONDS, lambda: store.set(f"{name}/{self.rank}", text))
 
     def collect(self, name: str, ranks: Iterable[int], *, seconds: float) -> dict[int, Any]:
-        """What the ranks put under a name within so many seconds, by rank; those who did not answer are left out."""
+        """Return the values that ranks put under a name within so many seconds, by rank; others are left out."""
         wanted = list(ranks)
         found: dict[int, Any] = {self.rank: self._own[name]} if name in self._own and self.rank in wanted else {}
         end = time.monotonic() + seconds

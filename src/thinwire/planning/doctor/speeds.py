@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank measures beside single links: all-reduces over the real process group, and a training step."""
+"""Measurements besides single links: all-reduces over the real process group, and a training step."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def time_loaded_step(comm: Comm, time_step: TimeStep, *, budget: float) -> Loade
     Args:
         comm: of all ranks; its calls are made by another thread meanwhile.
         time_step: times steps.
-        budget: seconds to spend on the steps; after four times as many no rank sends any more.
+        budget: seconds to spend on the steps; after four times as many, no rank sends.
 
     Raises:
         CommError: a call fails.

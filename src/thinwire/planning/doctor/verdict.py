@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training would cost with some strategies on the links that were measured: each simulated with its own code."""
+"""Predicted costs of some strategies on the measured links: each is simulated with its own code."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _SLOW, _FAR = 0.8, 1.5
 
 @dataclass(frozen=True)
 class Cost:
-    """What a recipe would cost.
+    """The predicted cost of a recipe.
 
     Attributes:
         recipe: as text.
         seconds: of a training step.
-        efficiency: the workers' speed over that of as many which do not communicate.
-        speed: over that of one worker alone.
+        efficiency: the workers' speed divided by that of as many that do not communicate.
+        speed: divided by that of one worker alone.
         payload_bytes: that a worker sends in a step, on average.
     """
 

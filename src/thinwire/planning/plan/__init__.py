@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recipe costs, computed before any run."""
+"""The costs of a recipe, computed before any run."""
 
 from thinwire.planning.plan.bucket import BucketCost, Store, parse_store
 from thinwire.planning.plan.card import Card, Link, Method, explain

@@ -94,7 +94,7 @@ def choose_for(optimizer: Optimizer, named: Mapping[str, nn.Parameter], comm: Co
 
 
 def reduce_seconds(reduces: Mapping[int, float], nbytes: int) -> float:
-    """What an all-reduce of so many bytes takes, on the line through the smallest and the largest measured one."""
+    """Interpolate the seconds of an all-reduce linearly between the smallest and the largest measured one."""
     small, large = min(reduces), max(reduces)
     per_byte = max(0.0, reduces[large] - reduces[small]) / (large - small)
     return max(reduces[small] + (nbytes - small) * per_byte, 1e-9)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a recipe sends, keeps in memory and waits for, computed before any run."""
+"""The messages, memory and waits of a recipe, computed before any run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _MOST_PEAK_STEPS = 128
 
 @dataclass(frozen=True)
 class Link:
-    """What the worker sends to one other rank.
+    """The traffic of the worker to one other rank.
 
     Attributes:
         dst: the rank it is sent to.
@@ -54,8 +54,8 @@ class Method:
 
     Attributes:
         name: the strategy with its arguments, as in a recipe.
-        paper: where it comes from.
-        waits: who blocks on whom, and when.
+        paper: its source.
+        waits: which workers wait for which, and when.
         limits: what it assumes, and when not to use it.
     """
 
@@ -67,7 +67,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Card:
-    """What a recipe costs one worker. Bytes are payload; transports add about 5 % of headers.
+    """The cost of a recipe for one worker. Bytes are payload; transports add about 5 % of headers.
 
     Attributes:
         recipe: without arguments at their defaults.

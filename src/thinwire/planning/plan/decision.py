@@ -31,7 +31,7 @@ from thinwire.planning.simulate import Network, Pair, Racks, Special
 
 @dataclass(frozen=True)
 class Decision:
-    """What `decide` found.
+    """The result of `decide`.
 
     Attributes:
         planner: made the predictions; its `job` is what was planned for.

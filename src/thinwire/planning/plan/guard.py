@@ -23,11 +23,11 @@ _LOGGER = logging.getLogger("thinwire")
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a guard has decided, the same on all ranks.
+    """The decision of a guard, equal on all ranks.
 
     Attributes:
         step: optimizer steps done then.
-        kept: whether the strategy goes on; else the fallback does.
+        kept: whether the strategy continues; otherwise the fallback does.
         strategy: its recipe.
         seconds: of one of its steps, on the slowest rank.
         fallback: the recipe of the fallback.
@@ -44,26 +44,26 @@ class Verdict:
 
 
 class Guard:
-    """Measures a worker's steps, and switches to a fallback if the strategy is slower than that; all ranks make one.
+    """Measure a worker's steps, and switch to a fallback if it is faster; all ranks make one.
 
     Without `fallback_seconds` the fallback itself is measured first, so that training begins with it; with
     `fallback_least` the strategy is, and the fallback only if it could be faster. A step lasts from the end of the one
-    before to its own end. What counts is the median of `windows` means, each over whole periods of the strategy and at
-    least 8 steps; the first 2 steps of each strategy are left out. After each, ranks share their figure, 8 bytes, and
-    go by the slowest. The guard then logs what it has found, takes its hook off, and costs nothing. Where the worker is
-    switched meanwhile by somebody else, that strategy goes on, and the guard ends without a verdict.
+    before to its own end. The result is the median of `windows` means, each over whole periods of the strategy and at
+    least 8 steps; the first 2 steps of each strategy are left out. Ranks then share their result, 8 bytes, and use the
+    slowest. The guard logs its decision and removes its hook. If your code switches the worker meanwhile, that strategy
+    continues, and the guard ends without a verdict.
 
     Attributes:
-        worker: that trains.
+        worker: the measured one.
         verdict: None while it measures.
 
     Args:
         worker: with the strategy that is to be tried; between two of its steps.
-        fallback: what goes on if that is too slow.
-        fallback_seconds: what a step of the fallback takes on these machines and links, such as a prediction; None
+        fallback: the strategy to use if that is too slow.
+        fallback_seconds: the time of a step of the fallback on these machines and links, such as a prediction; None
             measures it.
-        fallback_least: what a step of it takes at least, such as the time of an all-reduce of all gradients: a strategy
-            that is faster than that is kept without a step of the fallback. Not with `fallback_seconds`.
+        fallback_least: a lower bound of that time, such as the time of an all-reduce of all gradients: a strategy that
+            is faster is kept without a step of the fallback. Not with `fallback_seconds`.
         tolerance: how much slower the strategy may be, as a share of the fallback's time.
         windows: how many means are taken.
 
@@ -129,7 +129,7 @@ class Guard:
             return  # a step within another one, of a class that calls its base's
         self._seen = self.worker.step
         if self.worker.strategy is not self._expected:
-            # Somebody else has switched, or has loaded a checkpoint of another strategy: that goes on.
+            # The loop has switched, or has loaded a checkpoint of another strategy, which continues.
             self._handle.remove()
             return
         if self.worker.replicas[0].active < self.worker.comm.size:
@@ -172,7 +172,7 @@ class Guard:
         if worker.comm.rank == 0:
             _LOGGER.log(
                 logging.INFO if kept else logging.WARNING,
-                "step %d: %s goes on: a step of %s takes %.3g s on the slowest rank, and one of %s %.3g s",
+                "step %d: %s continues: a step of %s takes %.3g s on the slowest rank, and one of %s %.3g s",
                 *(worker.step, str(goes_on), str(self._tried), seconds, str(self._fallback), fallback),
             )
 

@@ -26,7 +26,7 @@ Cell = tuple[float, float]
 
 @dataclass(frozen=True)
 class LateCost:
-    """What rounds send that close without late workers.
+    """The traffic of rounds that close without late workers.
 
     Attributes:
         sent_bytes_per_round: one contribution of one worker; with fragments, to a round of one of them, on average.
@@ -110,7 +110,7 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a simulated fleet has done.
+    """The record of a simulated fleet.
 
     Attributes:
         rounds: closed.

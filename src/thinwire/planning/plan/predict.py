@@ -3,7 +3,7 @@
 
 No formula describes a method here. `attach` makes every worker of a simulation, a backward pass of autograd hands the
 gradients over one after the other, as fast as the model's own does, and the simulated network carries what is sent.
-What the strategy computes itself (codes, averages, its own updates) is timed once, on real tensors without a network.
+The strategy's own computation (codecs, averages, updates) is timed once, on real tensors without a network.
 
 A strategy that decides by the numbers what it sends to whom, such as one with a leader, cannot run on meta tensors. It
 is simulated with numbers, on tensors and links that are smaller by the same factor.
@@ -92,13 +92,13 @@ class ModelTime:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a recipe costs in each training step, on average.
+    """The mean costs of a training step of a recipe.
 
     Attributes:
         strategy: the recipe.
         seconds: of a step.
         alone: of a step without any communication, on the same workers.
-        own_seconds: what the strategy computes itself, codes among it; part of `seconds`.
+        own_seconds: of the strategy's own computation, codecs included; part of `seconds`.
         payload_bytes: sent by one worker, the mean over workers.
         busiest_bytes: sent by the worker that sends most.
         memory_bytes: that one worker keeps in vectors of parameters, gradients and the strategy's state, without the
@@ -125,13 +125,13 @@ class Prediction:
 
     @property
     def efficiency(self) -> float:
-        """The speed over that of workers which do not communicate; 1 is the best."""
+        """The speed divided by that of workers that do not communicate; at most 1."""
         return self.alone / self.seconds
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """What is simulated for a prediction; see `predict`.
+    """The simulated work of a prediction; see `predict`.
 
     Attributes:
         order: parameter tensors in the order in which gradients are final, with the share of the backward pass of each.

@@ -41,7 +41,7 @@ _STRIDE = 10**0.5
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained, and on what.
+    """A training job: the model, the workers and the network.
 
     Attributes:
         shapes: of the trained parameter tensors, in the model's order.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one worker would send, step by step: the real strategy, run on meta tensors.
+"""The messages of one worker in each step: the real strategy, run on meta tensors.
 
 No method is described a second time here: `attach` makes the worker, with a Comm that records messages instead of
 sending them.
@@ -60,7 +60,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """What one worker sends and receives in one step.
+    """The traffic of one worker in one step.
 
     Attributes:
         collectives: bytes sent in each collective call.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What payload becomes on an interface: headers of packets, and acknowledgements of what is received."""
+"""The bytes of payload on an interface: with headers of packets, and acknowledgements of received ones."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class AlikeComm(SimulatedComm):
 
     def _broadcast_(self, x: Tensor, src: int) -> Work[Tensor]:
         if self._step_began is not None:
-            raise UnlikeError(f"{self._where('broadcast')}: one rank sends to all others. Simulate all workers")
+            raise UnlikeError(f"{self._where('broadcast')}: one rank sends to all others. Simulate with alike=False")
         collective = Collective("broadcast", src)
         for rank in range(self.size):
             collective.launched[rank] = self.now
@@ -102,12 +102,12 @@ class AlikeComm(SimulatedComm):
         if len(dst) != len(src) or len(dst) > 1:
             raise UnlikeError(
                 f"{self._where(label)}: sends to {len(dst)} ranks and receives from {len(src)}. Only where each sends "
-                "one message and receives one they are sure to take the same time on all. Simulate all workers"
+                "one message and receives one they are sure to take the same time on all. Simulate with alike=False"
             )
         if dst and self._world.network.racks is not None:
             raise UnlikeError(
                 f"{self._where(label)}: only some messages leave a rack, so workers of racks take different times. "
-                "Simulate all workers"
+                "Simulate with alike=False"
             )
         world, content = self._world, x if x.is_meta else x.clone()
         if not dst:
@@ -137,6 +137,6 @@ class AlikeComm(SimulatedComm):
 
     def _open_mailbox(self, epoch: int, like: Tensor, capacity: int) -> Mailbox:
         raise UnlikeError(
-            f"{self._where('opening of a mailbox')} for messages of {describe(like)}: what comes depends on each "
-            "worker's own time. Simulate all workers"
+            f"{self._where('opening of a mailbox')} for messages of {describe(like)}: what arrives depends on "
+            "each worker's own time. Simulate with alike=False"
         )

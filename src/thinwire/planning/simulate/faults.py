@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the network and the workers do that depends on chance: each draw has a seed and an owner of its own."""
+"""Random events of the network and the workers: each draw has a seed and an owner of its own."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a simulation writes down: steps, bytes, and who has waited for whom."""
+"""The record of a simulation: steps, bytes, and which worker has waited for which."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Step(NamedTuple):
 
 @dataclass
 class Record:
-    """What has happened in a simulation.
+    """The events of a simulation.
 
     Attributes:
-        waited: seconds that a rank has waited for another one, by (rank, other); the other is `NETWORK` where nobody
+        waited: seconds that a rank has waited for another one, by (rank, other); the other is `NETWORK` if no worker
             was late.
         late_messages: messages that the network has delayed.
         lost_messages: messages to workers that had died.

@@ -89,7 +89,7 @@ def simulate(
     Raises:
         ConfigError: the number of workers is out of range, or the network names a rank that there is not.
         UnlikeError: one worker cannot stand for all on this network; what it finds later is among the failures.
-        DeadlockError: nobody can go on.
+        DeadlockError: no worker can continue.
 
     Example:
         A worker that dies; the others learn who it was.
@@ -170,8 +170,8 @@ def run(
 
     Raises:
         Exception: the first failure of any worker; waits of the others then fail too.
-        PeerLostError: a worker has died, and the others could go on without it.
-        DeadlockError: nobody can go on.
+        PeerLostError: a worker has died, and the others have ended without it.
+        DeadlockError: no worker can continue.
         ConfigError: as `simulate`.
 
     Example:
@@ -184,5 +184,5 @@ def run(
     for failure in ended.failures.values():
         raise failure
     for rank, at in ended.died.items():
-        raise PeerLostError(f"rank {rank} died at {at:g} s and has no result. Simulate() returns those of the others")
+        raise PeerLostError(f"rank {rank} died at {at:g} s and has no result. simulate() returns those of the others")
     return list(ended.results)  # pyright: ignore[reportReturnType]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Virtual time: which worker goes on, and when.
+"""Virtual time: which worker runs next, and when.
 
 Each simulated worker is a thread, of which one runs at a time: it has the baton, and hands it over only where it waits.
 Whoever waits looks for the next event, so that there is no thread in the middle, and none to hand over to where the
@@ -29,7 +29,7 @@ _FEW_DEADLINES = 256
 
 
 class DeadlockError(CommError):
-    r"""No worker can go on: each waits for another one; the message says who waits for whom.
+    r"""No worker can continue, because each waits for another one; the message names the waits.
 
     Example:
         >>> import torch
@@ -43,7 +43,7 @@ class DeadlockError(CommError):
         ...     simulate.run(2, work)
         ... except simulate.DeadlockError as error:
         ...     print(str(error).replace("; ", "\n"))
-        after 0 s nobody can go on: rank 0, step 0, send_recv with ranks 1, waits for rank 1
+        after 0 s no worker can continue: rank 0, step 0, send_recv with ranks 1, waits for rank 1
         rank 1, step 0, all_reduce of 2 x float32, waits for rank 0
     """
 
@@ -60,12 +60,12 @@ class Actor:
         rank: the worker's.
         run: what it does.
         background: whether the run may end without it.
-        baton: held by nobody while it runs; it waits for it otherwise.
+        baton: free while it runs; otherwise it waits for it.
         waits: how often it has waited, so that a deadline of an earlier wait is recognised.
         waiting_for: what it waits for now, in words; None while it runs.
         patient: whether nothing but another worker can end this wait.
         woken: whether the last wait ended before its deadline.
-        queued: whether its wait is over, and it is to go on.
+        queued: whether its wait is over, and it can continue.
         doomed: whether it is to end at its next wait.
         reason: of its next waits for a change, in words.
         until: when those end, where nothing but a change can end them earlier.
@@ -95,7 +95,7 @@ class Schedule:
         now: virtual seconds since the start.
         current: the thread that runs; None while an event is handled.
         paused: of ranks that stand still, until when.
-        may_time_out: whether waits run into their timeouts where nobody can go on, as they do after a silent loss.
+        may_time_out: whether waits time out if no worker can continue, as they do after a silent loss.
         before_event: called with the time of each event, for progress.
 
     Example:
@@ -140,7 +140,7 @@ class Schedule:
         """Let all threads run to their end; those in the background end with the others.
 
         Raises:
-            DeadlockError: nobody can go on.
+            DeadlockError: no worker can continue.
         """
         self._main.baton.acquire()
         before = threading.stack_size(_STACK_BYTES)
@@ -185,7 +185,7 @@ class Schedule:
         Args:
             waiting_for: what is waited for, in words.
             until: the time.
-            patient: nothing but another worker can end this wait, so that it counts as stuck where nobody goes on.
+            patient: only another worker can end this wait, so it counts as stuck if no worker continues.
         """
         actor = self._running()
         self._check_doomed(actor)
@@ -202,7 +202,7 @@ class Schedule:
         return actor.woken
 
     def wake(self, actor: Actor, wait: int | None = None) -> None:
-        """Let a thread go on that waits; does nothing if that wait, or any, is over."""
+        """End the wait of a thread; does nothing if that wait, or any, is over."""
         if actor.waiting_for is None or actor.queued or (wait is not None and wait != actor.waits):
             return
         actor.woken = True
@@ -264,7 +264,7 @@ class Schedule:
         self._let_run(following)
 
     def _next(self) -> Actor:
-        """Return the thread that goes on; the main one when the run is over."""
+        """Return the thread that runs next; the main one when the run is over."""
         try:
             while self._unfinished > 0 and self._error is None:
                 while self._ready:
@@ -310,7 +310,7 @@ class Schedule:
             return
         waits = [f"{actor.waiting_for()}" for actor in stuck if actor.waiting_for is not None]
         more = f"; and {len(waits) - 8} more" if len(waits) > 8 else ""
-        raise DeadlockError(f"after {self.now:g} s nobody can go on: {'; '.join(waits[:8])}{more}")
+        raise DeadlockError(f"after {self.now:g} s no worker can continue: {'; '.join(waits[:8])}{more}")
 
     def _fail(self, error: BaseException) -> None:
         self._error = self._error or error

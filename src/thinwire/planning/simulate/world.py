@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all simulated workers share: the clock, the wires, the workers that are lost, and the record."""
+"""The state of all simulated workers: the clock, the wires, the lost workers and the record."""
 
 from __future__ import annotations
 
