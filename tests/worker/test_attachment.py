@@ -121,8 +121,21 @@ def test_a_second_optimizer_of_the_model_must_be_attached_too() -> None:
     assert worker.step == 1
 
 
+def replace_layer(model: nn.Module) -> None:
+    model.register_module("2", nn.Linear(5, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (nn.Module.half, "parameters have moved to other memory since attach"),
+        (replace_layer, "2 parameters of the optimizer are no longer the model's"),
+    ],
+)
 @pytest.mark.parametrize("call", ["consensus", "save", "load", "export", "state_dict", "switch"])
-def test_calls_after_parameters_have_moved_are_refused(call: str, tmp_path: Path) -> None:
+def test_calls_after_parameters_have_moved_are_refused(
+    call: str, change: Callable[[nn.Module], object], words: str, tmp_path: Path
+) -> None:
     def work(comm: Comm) -> None:
         worker = steps(attach(comm, LocalSGD(4)), batches(comm.rank, 2))
         calls: dict[str, Callable[[], object]] = {
@@ -133,11 +146,11 @@ def test_calls_after_parameters_have_moved_are_refused(call: str, tmp_path: Path
             "state_dict": worker.state_dict,
             "switch": lambda: worker.switch("AllReduce()"),
         }
-        worker.model.half()
+        change(worker.model)
         calls[call]()
 
     for text in endings(2, work):
-        assert "parameters have moved to other memory since attach" in text
+        assert words in text
     assert not list(tmp_path.iterdir())
 
 

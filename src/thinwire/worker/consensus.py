@@ -18,7 +18,7 @@ from thinwire.core.replica.flat import copy_each_, flatten, lay_out, views
 from thinwire.core.replica.shards import local
 from thinwire.errors import ConfigError, MismatchError, PeerLostError
 from thinwire.worker.annexes import Elastic
-from thinwire.worker.guards import check_memory, is_trained, moved_parameters, refuse
+from thinwire.worker.guards import check_parameters, is_trained, moved_parameters, refuse
 from thinwire.worker.handshake import agree, describe_tensor, fingerprint, hash_of, sum_of_bits
 from thinwire.worker.parameters import by_kind, named_buffers, named_parameters
 from thinwire.worker.state import WorkerState
@@ -88,7 +88,7 @@ def check_call(worker: WorkerState, call: str) -> None:
         ConfigError: on all ranks.
     """
     refuse_while_lent(worker, call)
-    check_memory(worker)
+    check_parameters(worker)
 
 
 def refuse_while_lent(worker: WorkerState, call: str) -> None:

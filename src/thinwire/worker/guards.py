@@ -10,7 +10,7 @@ import inspect
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, NoReturn, cast
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -158,8 +158,8 @@ class Attachment:
         Raises:
             ConfigError: with the change to the model or the optimizer, and its replacement.
         """
-        if [p.data_ptr() for p in self._unsharded] != self._places:
-            check_memory(worker)
+        if not self.owner.looked or [p.data_ptr() for p in self._unsharded] != self._places:
+            check_parameters(worker)
         held = [id(p) for group in worker.optimizer.param_groups for p in group["params"]]
         if held != self._held_ids or any(p.requires_grad for p in self._frozen):
             refuse(
@@ -177,13 +177,6 @@ class Attachment:
             )
         if not self.owner.looked:
             self.owner.looked = True
-            gone = len(_not_in(self._unsharded, list(worker.model.parameters())))
-            if gone:
-                refuse(
-                    worker,
-                    f"{gone} parameters of the optimizer are no longer the model's: they were replaced since attach "
-                    f"(by fully_shard or load_state_dict(assign=True)). {_AGAIN}",
-                )
             check_wrappers(worker.model, self._inside_ddp)
             self._guard_model(worker)
         self.owner.stepping = True
@@ -222,15 +215,26 @@ def is_trained(parameter: Tensor) -> bool:
     return parameter in _owners
 
 
-def check_memory(worker: WorkerState) -> None:
-    """Copy values that a loop has assigned by `p.data = ...`, like SAM, into the flat vectors.
+def check_parameters(worker: WorkerState) -> None:
+    """Refuse parameters that have left the model or their memory, but take values that a loop has assigned, like SAM.
 
-    Inside `consensus()` such values are the loop's own, and are dropped at the end.
+    Values of `p.data = ...` are copied into the flat vectors. Inside `consensus()` they are dropped at the end.
 
     Raises:
-        ConfigError: on all ranks, if parameters have another shape, dtype or device than at `attach`.
+        ConfigError: on all ranks, if the model has other parameters, or one has another shape, dtype or device.
     """
-    moved = [] if worker.lent else moved_parameters(worker)
+    if worker.lent:
+        return
+    own = {id(p) for p in worker.model.parameters()}
+    trained = [p for parameters, _ in worker.layouts for p in parameters if not is_sharded(p)]
+    gone = sum(id(p) not in own for p in trained)
+    if gone:
+        refuse(
+            worker,
+            f"{gone} parameters of the optimizer are no longer the model's: they were replaced since attach (by a new "
+            f"layer, fully_shard or load_state_dict(assign=True)). {_AGAIN}",
+        )
+    moved = moved_parameters(worker)
     if not moved:
         return
     same = all((p.shape, p.dtype, p.device) == (view.shape, view.dtype, view.device) for p, view in moved)
@@ -472,11 +476,6 @@ def _called_by_scaler() -> bool:
             return bool(frame.f_locals["self"].is_enabled())
         frame = frame.f_back
     return False
-
-
-def _not_in(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    known = {id(other) for other in others}
-    return [x for x in tensors if id(x) not in known]
 
 
 # -- the first steps ---------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from thinwire.methods.strategies.base import Strategy
 from thinwire.worker import checkpoint, replica_state, switching
 from thinwire.worker.annexes import Elastic
 from thinwire.worker.consensus import check_all_there, check_call, lends, refuse_while_lent, together, wait_in_step
-from thinwire.worker.guards import check_memory, rebase
+from thinwire.worker.guards import check_parameters, rebase
 from thinwire.worker.state import WorkerState
 from thinwire.worker.step import Step, join_batches
 from thinwire.worker.switching import Switched
@@ -323,7 +323,7 @@ class Worker:
         """
         evaluating = getattr(self.optimizer, "evaluating", nullcontext)
         with evaluating():
-            check_memory(self._state)
+            check_parameters(self._state)
             # Workers that have just averaged agree on their own parameters, unless these were changed since.
             self._state.shards.read()
             averages = self.strategy.traits.averages_at(self.step)
