@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import re
 from collections.abc import Callable
@@ -318,8 +319,13 @@ def evaluates(worker: Worker) -> None:
 
 @pytest.mark.parametrize(
     ("use", "words"),
-    [(evaluates, "evaluation of the model"), (lambda worker: worker.model.state_dict(), "model.state_dict()")],
-    ids=["evaluate", "state_dict"],
+    [
+        (evaluates, "evaluation of the model"),
+        (lambda worker: worker.model.state_dict(), "model.state_dict()"),
+        (lambda worker: copy.deepcopy(worker.model), "a copy of the model"),
+        (lambda worker: torch.save(worker.model, io.BytesIO()), "a copy of the model"),
+    ],
+    ids=["evaluate", "state_dict", "copy", "pickle"],
 )
 def test_use_of_one_drifted_model_is_reported_once(
     use: Callable[[Worker], object], words: str, caplog: pytest.LogCaptureFixture

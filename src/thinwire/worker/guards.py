@@ -346,11 +346,13 @@ def _hide_hooks(worker: WorkerState, module: nn.Module) -> None:
     own = vars(module)
     if "__getstate__" in own:
         return
-    this = ref(module)
+    this, reports = ref(module), module is worker.model and worker.comm.size > 1
 
     def state() -> Any:
         attached = this()
         assert attached is not None
+        if reports:
+            _report_drift(attached, "a copy of the model")
         found: Any = type(attached).__getstate__(attached)
         if not isinstance(found, dict):
             return found
