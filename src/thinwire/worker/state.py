@@ -243,12 +243,12 @@ class WorkerState:
             self.backward.end_failed()
 
     def refuse_interrupted(self) -> None:
-        """Refuse to continue after an exception in the strategy's part of a step, such as an interrupted average.
+        """Refuse to continue if an exception, such as that of Ctrl-C, has ended an exchange of parameters.
 
         Raises:
             CommError: naming the step.
         """
-        if self.exchanging and not self.comm.has_failed():  # of a comm that has failed, the next call raises the reason
+        if self.exchanging:
             raise CommError(
                 f"{self.comm.name(self.comm.rank)}, step {self.step}: an exception ended this step while "
                 f"{self.strategy} exchanged parameters, so they may be half averaged. Restart from a checkpoint"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sized
+from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from thinwire.core.kernels import all_finite_each
 from thinwire.core.replica.flat import views
 from thinwire.core.replica.shards import plain
 from thinwire.core.torch_internals import set_unscales_itself, unscales_itself, wrap_scaler_step, wrap_unscale
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, ThinwireError
 from thinwire.methods.reduce.compressed_all_reduce import mean_
 from thinwire.methods.strategies.base import Strategy, codecs_of, nested, pace_rule
 from thinwire.worker.annexes import Rounds
@@ -117,13 +118,8 @@ class Step:
             worker.shards.read()
         for replica in worker.replicas:
             replica.progress.step += 1
-        worker.exchanging = True
-        with torch.no_grad():
-            if self._rounds is not None:
-                self._rounds.after_step(self.strategy_after)
-            else:
-                self.strategy_after()
-        worker.exchanging = False
+        rounds = self._rounds
+        self._exchange(self.strategy_after if rounds is None else partial(rounds.after_step, self.strategy_after))
         comm.round = ""
         worker.account.keep(worker.replicas[0].progress.loss)
         for replica in worker.replicas:
@@ -187,28 +183,41 @@ class Step:
 
     def _run_before(self) -> None:
         """Let the strategy act on the parameters and the gradient, before the optimizer does."""
-        worker, strategy = self._worker, self._worker.strategy
+        worker = self._worker
         if worker.shards.views:
             worker.shards.read()
-        worker.exchanging = True
-        with torch.no_grad():
-            if strategy.traits.reads_gradient:
-                for replica, (parameters, segments) in zip(worker.replicas, worker.layouts, strict=True):
-                    whole = Bucket(replica, list(parameters), views(replica.g, segments), slice(None))
-                    whole.gather()
-                    # The strategy may rewrite `r.g`; the optimizer must see that.
-                    whole.expose()
-            if self._rounds is not None:
-                self._rounds.before_step(self._strategy_before)
-            elif type(strategy).before_step is not Strategy.before_step:
-                self._strategy_before()
-        worker.exchanging = False
+        self._exchange(self._act_before)
         worker.comm.round = ""
         if self._dropped:
             # In the memory of a gradient that was dropped, the strategy has found zeros.
             drop_gradients(worker)
         if worker.shards.views:
             worker.shards.write()
+
+    def _act_before(self) -> None:
+        worker, strategy = self._worker, self._worker.strategy
+        if strategy.traits.reads_gradient:
+            for replica, (parameters, segments) in zip(worker.replicas, worker.layouts, strict=True):
+                whole = Bucket(replica, list(parameters), views(replica.g, segments), slice(None))
+                whole.gather()
+                # The strategy may rewrite `r.g`; the optimizer must see that.
+                whole.expose()
+        if self._rounds is not None:
+            self._rounds.before_step(self._strategy_before)
+        elif type(strategy).before_step is not Strategy.before_step:
+            self._strategy_before()
+
+    def _exchange(self, act: Callable[[], object]) -> None:
+        """Run the strategy's part of a step; see `WorkerState.refuse_interrupted`."""
+        worker = self._worker
+        worker.exchanging = True
+        try:
+            with torch.no_grad():
+                act()
+        except ThinwireError:
+            worker.exchanging = False  # whether the worker can continue is known
+            raise
+        worker.exchanging = False
 
     def _strategy_before(self) -> None:
         self._run(self._worker.strategy.before_step)
