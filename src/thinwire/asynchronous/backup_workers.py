@@ -169,7 +169,9 @@ class BackupWorkers(Strategy):
         participant, step = participant_of(r), r.step
         outcome = participant.outcome
         if outcome is None:
-            raise ConfigError(f"step {step - 1}: optimizer.step() without a backward pass before it")
+            raise ConfigError(
+                f"step {step - 1}: optimizer.step() without a backward pass. Call loss.backward() before each step"
+            )
         if not participant.has_mean:
             participant.recover()  # the log too, and r.step
         else:

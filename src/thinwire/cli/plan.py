@@ -113,7 +113,7 @@ class Plan(ModelOptions):
             raise ConfigError(f"--doctor {self.doctor}: has no link, as it is of {ranks}. Give --link, or examine more")
         workers = self.workers if self.workers is not None else (seen.size if seen else 4)
         if not _FEWEST <= workers <= _MOST:
-            raise ConfigError(f"--workers {workers}: a plan is for {_FEWEST} to {_MOST} workers")
+            raise ConfigError(f"--workers {workers}: must be {_FEWEST} to {_MOST}")
         network = self._slowed(self._network(seen, workers), workers)
         network.check(workers)
         recipes = CANDIDATES if self.strategies is None else _recipes(self.strategies)
@@ -161,7 +161,7 @@ class Plan(ModelOptions):
 
         store, workers = parse_store(text, self.prices), self.workers or 4
         if not _FEWEST <= workers <= _MOST:
-            raise ConfigError(f"--workers {workers}: a plan is for {_FEWEST} to {_MOST} workers")
+            raise ConfigError(f"--workers {workers}: must be {_FEWEST} to {_MOST}")
         recipes = BUCKET_CANDIDATES if self.strategies is None else _recipes(self.strategies)
         made = self.made(optimizer=self.optimizer, meta=self.step_seconds is not None)
         with Parts(f"planning: the objects of {len(recipes)} recipes are counted") as tell:

@@ -44,7 +44,9 @@ def trained(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
         raise ConfigError("the optimizer holds no trainable parameter of this model. Pass model.parameters() to it")
     for name, parameter in named.items():
         if parameter.layout != torch.strided:
-            raise ConfigError(f"{name} has layout {parameter.layout}: only dense parameters can be trained")
+            raise ConfigError(
+                f"{name} has layout {parameter.layout}: only dense parameters can be trained. Use a dense one"
+            )
         if parameter.is_complex():
             raise ConfigError(
                 f"{name} is of {parameter.dtype}: only real parameters can be trained. Let {name} be "

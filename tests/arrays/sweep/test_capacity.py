@@ -134,7 +134,7 @@ def test_a_setting_holds_only_what_can_be_trained() -> None:
         ("--optimizer adamw --beta1 0.5:1.5", "beta1=1.5: must lie in [0, 1)"),
         ("--momentum 0:-1", "--momentum range linear:0:-1: its ends must be finite and rise"),
         ("--model-size small,huge", "model_size="),
-        ("--optimizer sgd,lion", "optimizer='lion': a sweep has sgd, adam, adamw, lamb"),
+        ("--optimizer sgd,lion", "optimizer='lion': must be one of sgd, adam, adamw, lamb"),
         ("--batch-size 0,8", "batch_size=0"),
         ("--trials 0", "--trials 0: must be at least 1"),
         ("--together 0", "--together 0: must be at least 1"),

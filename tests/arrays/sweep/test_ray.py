@@ -301,7 +301,7 @@ def test_a_packed_searcher_proposes_and_reports_every_member() -> None:
     inner.has_space = True
     with pytest.raises(ConfigError, match="Listed has a space of its own"):
         ray_tune.packed(inner, SPACE, 2)
-    for words, wrong in (("at least 1 member", {"together": 0}), ("there are loss and metric", {"metric": "accuracy"})):
+    for words, wrong in (("at least 1 member", {"together": 0}), ("must be loss or metric", {"metric": "accuracy"})):
         with pytest.raises(ConfigError, match=words):
             ray_tune.packed(inner, SPACE, **{"together": 2, **wrong})
 

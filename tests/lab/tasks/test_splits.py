@@ -115,7 +115,7 @@ test_a_split_that_cannot_be_is_refused = refusals(
 
 
 def test_too_many_workers_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"workers=0: data is split across at least 1 worker"):
+    with pytest.raises(ConfigError, match=r"workers=0: must be at least 1"):
         split_shards(examples(10), 0, split="iid", seed=0)
     with pytest.raises(ConfigError, match=r"workers=11, split='iid': worker 10 would hold 0 examples.* fewer workers"):
         split_shards(examples(10), 11, split="iid", seed=0)

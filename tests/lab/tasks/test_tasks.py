@@ -129,7 +129,7 @@ def test_a_model_on_the_meta_device_takes_no_memory(task: Task) -> None:
 
 
 def test_an_unknown_size_is_refused_with_the_sizes(digits: Task) -> None:
-    with pytest.raises(ConfigError, match=r"size='huge': task 'digits' has the sizes mlp, cnn, logistic"):
+    with pytest.raises(ConfigError, match=r"size='huge': must be one of mlp, cnn, logistic"):
         digits.model("huge", seed=0)
 
 

@@ -239,7 +239,7 @@ def test_many_links_are_counted_and_not_listed(capsys: pytest.CaptureFixture[str
         (["LocalSGD", "--parameters", "nan"], "must be a whole number from 1"),
         (["LocalSGD", "--parameters", "10", "--task", "text"], "Give one of them"),
         (["LocalSGD", "--task", "texd"], "did you mean 'text'"),
-        (["LocalSGD", "--task", "digits", "--model-size", "huge"], "has the sizes"),
+        (["LocalSGD", "--task", "digits", "--model-size", "huge"], "must be one of"),
         (["LocalSGD", "--parameters", "10", "--link", "fast"], "100mbit"),
         (["LocalSGD", "--parameters", "10", "--workers", "0"], "--workers 0: must be at least 1"),
         (["LocalSGD", "--momentum", "-1"], "--momentum -1.0: must lie in [0, 1)"),

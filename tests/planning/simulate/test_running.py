@@ -260,7 +260,7 @@ def test_a_handler_that_waits_is_refused() -> None:
 
 test_bad_settings_are_refused = refusals(
     [
-        (0, {}, "workers=0: a simulation has 1 to"),
+        (0, {}, "workers=0: must be 1 to"),
         (100_000, {}, "workers=100000"),
         (2, {"timeout": 0.0}, "timeout=0.0: must be positive"),
         (2, {"network": Network(deaths=(Death(2, at=1.0),))}, "there is no rank 2. With 2 workers they are 0 to 1"),

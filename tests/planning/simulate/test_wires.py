@@ -258,7 +258,7 @@ def test_other_durations_are_refused_in_words(text: str) -> None:
 
 test_durations_that_cannot_be_are_refused = refusals(
     [
-        (("unifrm", 0.1, 0.2), "kind='unifrm': a duration is constant, uniform"),
+        (("unifrm", 0.1, 0.2), "kind='unifrm': must be one of constant, uniform"),
         (("constant", -1.0), "first=-1.0 of a constant duration: must be seconds"),
         (("lognormal", float("nan"), 0.1), "first=nan"),
         (("uniform", 0.2, 0.1), "second=0.1 of a uniform duration: must be finite and at least 0.2"),
@@ -302,7 +302,7 @@ NONSENSE = [
     ("workers = [3]", r"must be a list of tables, each under \[\[workers\]\]"),
     ("[[workers]]\nslowdown = 2", r"\[\[workers\]\] number 1: ranks is missing"),
     ("[[workers]]\nranks = 'a'", "must name ranks"),
-    ("[[workers]]\nranks = '15-0'", "'15-0': of a range the lowest rank comes first, such as 0-15"),
+    ("[[workers]]\nranks = '15-0'", "'15-0': a range must begin with its lowest rank. Write 0-15"),
     ("[[workers]]\nranks = []", r"\[\]: must name ranks"),
     ("[[workers]]\nranks = 1\nslowdown = 0", "slowdown=0.0: must be positive"),
     ("[[links]]\nbetween = [1]", "must be two different ranks"),

@@ -118,7 +118,7 @@ class AdapterArray(ModelArray):
     def __init__(self, base: nn.Module, members: Sequence[Any], *, seeds: Sequence[int] | None = None) -> None:
         _check_base_model(base)
         if not members:
-            raise ConfigError("adapters(base, []): an array has at least one member")
+            raise ConfigError("members=[]: an array needs at least one member. Give PEFT models or configurations")
         if seeds is not None and len(seeds) != len(members):
             raise ConfigError(f"seeds of length {len(seeds)}: there are {len(members)} members. Pass one per member")
         _keep_layout(base)

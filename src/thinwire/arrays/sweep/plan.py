@@ -59,10 +59,10 @@ class Plan:
         known = {field.name for field in fields(Setting)} - ({*ADAPTED} if self.adapting is None else set[str]())
         for name in hyperparameters:
             if name not in known:
-                raise ConfigError(f"hyperparameter {name!r}: there are {', '.join(sorted(known))}")
+                raise ConfigError(f"hyperparameter {name!r}: must be one of {', '.join(sorted(known))}")
         optimizer = str(hyperparameters.get("optimizer", self.task.defaults.optimizer))
         if optimizer not in OPTIMIZERS:
-            raise ConfigError(f"optimizer={optimizer!r}: a sweep has {', '.join(OPTIMIZERS)}")
+            raise ConfigError(f"optimizer={optimizer!r}: must be one of {', '.join(OPTIMIZERS)}")
         kind, own = OPTIMIZERS[optimizer], self.task.defaults
         # The task's defaults belong to an optimizer: another optimizer has another usual learning rate.
         known_here = next((each for each in self.task.settings if each.optimizer == optimizer), None)

@@ -170,7 +170,7 @@ def packed(searcher: Any, space: Space, together: int, *, metric: str = "loss", 
     """
     check_range("together", together, "1..", "A pack has at least 1 member")
     if metric not in ("loss", "metric") or mode not in ("min", "max"):
-        raise ConfigError(f"metric={metric!r}, mode={mode!r}: there are loss and metric, min and max")
+        raise ConfigError(f"metric={metric!r}, mode={mode!r}: must be loss or metric, and min or max")
     domains = {name: _domain(_tune(), domain) for name, domain in space.domains.items()}
     kind: Any = import_module("thinwire.arrays.sweep.ray_searcher").PackedSearcher
     return kind(searcher, together, metric=metric, mode=mode, space=domains)

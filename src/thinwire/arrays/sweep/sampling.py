@@ -110,5 +110,5 @@ def sampler_of(name: str, space: Space, *, seed: int) -> Sampler:
     """
     known: Mapping[str, type[RandomSampler] | type[OptunaSampler]] = {"random": RandomSampler, "optuna": OptunaSampler}
     if name not in known:
-        raise ConfigError(f"sampler={name!r}: there are {', '.join(known)}")
+        raise ConfigError(f"sampler={name!r}: must be one of {', '.join(known)}")
     return known[name](space, seed=seed)

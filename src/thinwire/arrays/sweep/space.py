@@ -41,7 +41,7 @@ class Range:
         if self.scale == "log" and self.low <= 0:
             raise ConfigError(f"range {self}: a logarithmic range begins above 0. Use 1e-6, or a linear one")
         if self.scale == "whole" and (self.low != int(self.low) or self.high != int(self.high)):
-            raise ConfigError(f"range {self}: whole numbers need whole ends, such as whole:8:64")
+            raise ConfigError(f"range {self}: its ends must be whole numbers, such as whole:8:64")
 
     def __str__(self) -> str:
         """Return the text that `parse_domain` reads."""

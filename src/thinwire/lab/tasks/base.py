@@ -217,7 +217,7 @@ class Task:
         """
         named = self.default_size if size is None else size
         if named not in self.networks:
-            raise ConfigError(f"size={named!r}: task {self.name!r} has the sizes {', '.join(self.sizes)}")
+            raise ConfigError(f"size={named!r}: must be one of {', '.join(self.sizes)} for task {self.name!r}")
         return self.build(self.networks[named], seed=seed)
 
     def shards(self, workers: int, *, split: str = "iid", seed: int = 0) -> tuple[Shard, ...]:

@@ -62,7 +62,7 @@ def network_of(seen: Examination) -> Network:
     """
     good = [pair for pair in seen.pairs if not pair.problem]
     if not good:
-        raise ConfigError("no link was measured")
+        raise ConfigError(f"no link of {seen.size} ranks was measured. See the findings for the reason")
     fast, best = rates_of(good)
     specials = tuple(Special((rank,), rate / PAYLOAD_SHARE) for rank, rate in best.items() if rate < _SLOW * fast)
     slow = {rank for special in specials for rank in special.ranks}

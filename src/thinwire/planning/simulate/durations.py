@@ -57,7 +57,7 @@ class Duration:
 
     def __post_init__(self) -> None:
         if self.kind not in _DRAWS:
-            raise ConfigError(f"kind={self.kind!r}: a duration is {', '.join(_DRAWS)}")
+            raise ConfigError(f"kind={self.kind!r}: must be one of {', '.join(_DRAWS)}")
         if not 0 <= self.first < inf:
             raise ConfigError(f"first={self.first} of a {self.kind} duration: must be seconds, finite and not negative")
         least = {"uniform": self.first, "normal": 0.0, "lognormal": 0.0, "pareto": 0.0}.get(self.kind)

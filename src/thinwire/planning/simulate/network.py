@@ -278,7 +278,7 @@ def read_network(table: Table, *, name: str = "network") -> Network:
     if ("delay" in messages) != ("delayed" in messages):
         raise ConfigError(f"{name}: [messages]: one of delayed and delay alone delays no message. Give both")
     if "racks" in top and "size" not in racks:
-        raise ConfigError(f"{name}: [racks]: size is missing")
+        raise ConfigError(f"{name}: [racks]: size is missing. Add size = 8, the number of workers in a rack")
     try:
         return Network(
             **_renamed(network),
@@ -401,7 +401,7 @@ def _ranks(value: Any, where: str) -> tuple[int, ...]:
         if max(len(first), len(last)) > _RANK_DIGITS:
             raise ConfigError(f"{where} = {_brief(value)}: must name ranks of at most {_RANK_DIGITS} digits")
         if dash and int(last) < int(first):
-            raise ConfigError(f"{where} = {value!r}: of a range the lowest rank comes first, such as {last}-{first}")
+            raise ConfigError(f"{where} = {value!r}: a range must begin with its lowest rank. Write {last}-{first}")
         found += range(int(first), int(last or first) + 1)
     return tuple(found)
 

@@ -54,7 +54,7 @@ def check_call(workers: int, network: Network, timeout: float) -> None:
             not.
     """
     if not 1 <= workers <= MOST_WORKERS:
-        raise ConfigError(f"workers={workers}: a simulation has 1 to {MOST_WORKERS}")
+        raise ConfigError(f"workers={workers}: must be 1 to {MOST_WORKERS}")
     if not timeout > 0:
         raise ConfigError(f"timeout={timeout}: must be positive. 60 is usual")
     network.check(workers)

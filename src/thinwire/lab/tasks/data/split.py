@@ -36,7 +36,7 @@ def split_shards(metadata: ExampleMetadata, workers: int, *, split: str, seed: i
         [[0, 3], [1, 4], [2, 5]]
     """
     if workers < 1:
-        raise ConfigError(f"workers={workers}: data is split across at least 1 worker")
+        raise ConfigError(f"workers={workers}: must be at least 1")
     parts = _parts(metadata, workers, split, Stream((seed, 0x5B117)))
     _fill_small_parts(parts, metadata)
     shards = tuple(Shard(np.sort(part), int(metadata.weights[part].sum())) for part in parts)
