@@ -250,7 +250,7 @@ def different(
         worker: of this rank.
         named: the tensors.
         at_start: whether these are the initial ones, which are equal in a dry run, since all ranks make one model.
-        sampled: the names of those of which at most 65,536 elements are compared.
+        sampled: the names of those of which at most 65,536 elements are compared; equal in a dry run.
     """
     if not named or worker.comm.size == 1:
         return {}
@@ -258,7 +258,8 @@ def different(
     hashes = torch.stack([_hash_of(name, x, samples=name in sampled).to(device) for name, x in named.items()])
     n = len(named)
     least = worker.comm.all_reduce_(torch.cat([hashes, ~hashes]), op="min").wait()
-    equal = decide(least, lambda: (least[:n] == ~least[n:]).tolist(), most=[at_start] * n, least=[True] * n)
+    most = [at_start or name in sampled for name in named]
+    equal = decide(least, lambda: (least[:n] == ~least[n:]).tolist(), most=most, least=[True] * n)
     return {name: x for (name, x), same in zip(named.items(), equal, strict=True) if not same}
 
 
