@@ -23,7 +23,7 @@ COMMANDS = {
     "explain": "show what a strategy sends, stores and waits for",
     "plan": "say which strategy suits a model, a network and a number of workers",
     "simulate": "run a strategy on many simulated workers, in virtual time",
-    "topology": "show who sends to whom on a graph, and how fast it mixes",
+    "topology": "show which worker sends to which on a graph, and how fast it mixes",
     "export": "write a run's weights to one safetensors file",
     "report": "draw a run or a comparison as one HTML page",
     "watch": "show a run while it trains: loss, bytes, waits, slowest worker",

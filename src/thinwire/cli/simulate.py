@@ -27,7 +27,7 @@ _MOST_FAILURES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Simulate:
-    """Run a strategy's own code on many simulated workers, and tell how long its steps take and who waits for whom.
+    """Run a strategy's own code on many simulated workers, and show how long its steps take and which waits for which.
 
     Example: thinwire simulate --strategy "PushSum()" --workers 64 --network examples/network.toml --steps 20
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`thinwire topology`: who sends to whom on a graph of workers, and how fast it mixes."""
+"""`thinwire topology`: which worker sends to which on a graph, and how fast it mixes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CURVE_STEPS = 40
 
 @dataclass(frozen=True)
 class Topology:
-    """Show who sends to whom on a graph of workers, and how fast averaging on it converges.
+    """Show which worker sends to which on a graph, and how fast averaging on it converges.
 
     Example: thinwire topology "PPeerExponential(degree=2)" --workers 12
 

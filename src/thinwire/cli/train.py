@@ -157,7 +157,7 @@ class Train(settings_as_options(without=["timeline_steps"])):
         if given["strategy"] is not None:
             parse_recipe(given["strategy"])
         parse_switches(given["switch"])
-        # The folder may come from somebody else: only the command line may name modules to import.
+        # The folder may come from another user: only the command line may name modules to import.
         parse_recipe(before.strategy, imports=False)
         if before.own_model is not None and given["own_model"] is None:
             loss = "" if before.own_loss is None else f" --loss {before.own_loss}"

@@ -165,7 +165,7 @@ class Shards:
         return in_distances(picks, sizes, unit)
 
     def _classes(self, read: Callable[[], NDArray[np.generic] | None], counts: list[int]) -> list[Tensor]:
-        # All ranks raise together: one that went on alone would wait for the others.
+        # All ranks raise together: one that continued alone would wait for the others.
         labels, problem = None, None
         try:
             labels = read()

@@ -172,7 +172,7 @@ class DdpHook:
         state = self._buckets[key]
         for name in [name for name in state if name.startswith("server_error/")]:
             start, _, stop = name.removeprefix("server_error/").partition("-")
-            # The piece's residual is one of the mean. A worker's residual counts 1/n in the mean, hence the factor n.
+            # The piece's residual is one of the mean. A worker's residual counts 1/n in the mean, so the factor is n.
             state["error"][int(start) : int(stop)].add_(state.pop(name), alpha=self.comm.size)
         return state["error"]
 

@@ -75,7 +75,7 @@ def read_member(
     """
     config, state = _config_of(index, given, base)
     _check_config(index, config)
-    # Without a seed the draws go on with torch's own generator, as in a loop over configurations.
+    # Without a seed the draws continue with torch's own generator, as in a loop over configurations.
     if seed is None:
         model, after = _wrapped(index, copy_of(base), config), None
     else:

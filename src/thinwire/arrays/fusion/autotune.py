@@ -30,7 +30,7 @@ USES_BEFORE_MEASURING = 40
 _MIN_ROUNDS, _MAX_ROUNDS, _MAX_SECONDS = 4, 12, 0.3
 # A candidate is timed for at least this long per round, so that the clock's resolution does not matter.
 _MIN_SECONDS = 1e-3
-# A candidate slower than this multiple of the best is dropped. The first use may include warm-up, hence the wide limit.
+# A candidate slower than this multiple of the best is dropped. The first use may include warm-up, so the limit is wide.
 _DROP_AFTER_FIRST_USE, _DROP = 4.0, 1.3
 # Two measurements of the same code differ by about this factor; within it, the earlier candidate is taken.
 _MEASUREMENT_ERROR = 1.02

@@ -69,7 +69,7 @@ def enter(parent: int, user: str, net: str, command: list[str]) -> None:
             call("setns", int(descriptor), kind)
             os.close(int(descriptor))
     # After setns, because entering a user namespace clears this setting. A parent that died before this line sends no
-    # signal, hence the check.
+    # signal, so this checks it.
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         return

@@ -79,7 +79,7 @@ class Lines:
         except BlockingIOError:
             return True
         *lines, self._rest = (self._rest + piece).split(b"\n")
-        # A line without an end, such as a progress bar, is emitted in pieces rather than kept for ever.
+        # A line without an end, such as a progress bar, is emitted in pieces rather than kept forever.
         if len(self._rest) > LONGEST_LINE or not piece:
             lines, self._rest = [*lines, *filter(None, [self._rest])], b""
         for line in lines:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs of workers: who sends to whom at each step of a period, and how fast averaging on them converges."""
+"""Graphs of workers: which sends to which at each step of a period, and how fast averaging on them converges."""
 
 from collections.abc import Mapping, Sequence
 
@@ -23,7 +23,7 @@ _LOWEST = 1e-4
 
 
 def graph_picture(stem: str, name: str, mixings: Matrix) -> Picture:
-    """Workers on a circle, clockwise from rank 0 at the top, and who sends to whom: one panel for each step.
+    """Workers on a circle, clockwise from rank 0 at the top, and the messages between them: one panel for each step.
 
     Args:
         stem: of the file.

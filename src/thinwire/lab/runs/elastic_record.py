@@ -125,7 +125,7 @@ class ElasticRecord:
 
     def _add_view(self, event: Fields) -> None:
         if self._late:
-            # Each worker notices at a round of its own who comes and goes.
+            # Each worker notices at a round of its own which workers come and go.
             before = self.views[-1]["members"] if self.views else event["members"]
             if self.views and before == event["members"]:
                 return

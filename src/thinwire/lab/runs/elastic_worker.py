@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker of `thinwire train --elastic`: trains with whoever is there, and reports its steps to the launcher."""
+"""One worker of `thinwire train --elastic`: trains with the other workers, and reports its steps to the launcher."""
 
 from __future__ import annotations
 

@@ -297,7 +297,7 @@ class Training:
             over = self._synchronise()
 
     def _switch(self) -> None:
-        """Go on with another strategy, if one is due; its time and bytes are those of the next step."""
+        """Switch to another strategy, if one is due; its time and bytes are those of the next step."""
         engine, new = self.engine, self._schedule.takes_over(self.engine.step)
         if new is None or not isinstance(engine, ThinwireEngine):
             return

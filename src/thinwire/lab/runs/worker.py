@@ -258,7 +258,7 @@ def main(arguments: list[str]) -> int:
     """Train as one rank, printing events as JSON lines; returns 0 for success, 1 for failure, 2 for a user's error.
 
     The modules are those of the recipe's classes and of the user's functions. The launcher names them, and never the
-    folder, whose files may come from somebody else.
+    folder, whose files may come from another user.
     """
     folder = RunFolder(Path(arguments[0]))
     try:

@@ -217,7 +217,7 @@ def time_loaded_step(comm: Comm, time_step: TimeStep, *, budget: float) -> Loade
             under_way.set()
             now = time.perf_counter()
             wanted = not ended.is_set() and now - start < _MOST_BUDGETS * budget
-            # All go on until the last rank has its steps, with messages of the same length.
+            # All continue until the last rank has its steps, with messages of the same length.
             told = torch.tensor([wanted, now - begin > _ROUND_SECONDS], dtype=torch.float32, device=comm.check_device)
             rows = [row.tolist() for row in comm.all_gather(told).wait()]
             going = any(row[0] for row in rows)

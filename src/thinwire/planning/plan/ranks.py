@@ -46,7 +46,7 @@ class Look:
     def load(self) -> tuple[float, float]:
         """Return what the busiest has most of: sent or received, where a collective counts by what is sent in it.
 
-        In a mean of uneven pieces, who sends most is not who receives most; what a run reports is what is sent.
+        In a mean of uneven pieces, the rank that sends most is not the one that receives most; runs report sent bytes.
         """
         received = sum(step.received_from_named for step in self.steps) / len(self.steps)
         collectives = sum(sum(step.collectives) for step in self.steps) / len(self.steps)

@@ -227,7 +227,7 @@ class SimulatedComm(Comm):
             came = collective.launched[last]
             for rank, part in collective.parts.items():
                 part.know(self._world.times, done[rank], last, came)
-            # Drops the vectors of ranks that have gone on.
+            # Drops the vectors of ranks that have continued.
             collective.inputs.clear()
         return Work(lambda: self._finish(collective, pending))
 

@@ -34,7 +34,7 @@ class Simulation(Generic[T]):
         failures: what the work raised, by rank, in the order in which they happened.
         died: the ranks that the network's faults have ended, and when.
         seconds: virtual time at the end.
-        record: who has waited for whom, and the steps.
+        record: which worker has waited for which, and the steps.
         comms: each worker's, with its meter.
     """
 

@@ -2,7 +2,7 @@
 """Virtual time: which worker runs next, and when.
 
 Each simulated worker is a thread, of which one runs at a time: it has the baton, and hands it over only where it waits.
-Whoever waits looks for the next event, so that there is no thread in the middle, and none to hand over to where the
+A waiting thread looks for the next event, so that there is no thread in the middle, and none to hand over to where the
 next event is the waiter's own. Time passes only between events; equal times are in the order in which they were asked
 for. Nothing here reads a real clock, so a run depends on its inputs alone.
 """
@@ -126,7 +126,7 @@ class Schedule:
         self._main = Actor(-1, lambda: None)
         self._error: BaseException | None = None
 
-    # -- for whoever runs a simulation ---------------------------------------------------------------------------
+    # -- for the caller of a simulation --------------------------------------------------------------------------
 
     def start(self, rank: int, run: Callable[[], None], *, background: bool = False) -> None:
         """Add a thread that runs a function; the function must not raise anything but `Stopped`."""
@@ -147,7 +147,7 @@ class Schedule:
         try:
             self._hand_over(self._main)
         except KeyboardInterrupt as error:
-            # Whoever has the baton keeps it until its next wait, and hands it to this thread then.
+            # The thread that has the baton keeps it until its next wait, and hands it to this thread then.
             self._fail(error)
             self._main.baton.acquire()
         finally:
@@ -319,7 +319,7 @@ class Schedule:
         """Let a thread that is still waiting unwind."""
         actor.doomed = True
         if actor.started and not actor.over:
-            self._unfinished = 0  # whoever ends hands the baton to the main thread
+            self._unfinished = 0  # the last thread hands the baton to the main thread
             self.current = actor
             actor.baton.release()
             self._main.baton.acquire()

@@ -405,7 +405,7 @@ class FusedOptimizer(Optimizer):
                     parameters.append(new)
                     for name, value in (before.get(old) or {}).items():
                         rows = kept.rows(value, old) if owner_of(old) is None else value.clone()
-                        # Parameters of a slot that shared a step counter go on sharing one.
+                        # Parameters of a slot that shared a step counter continue to share one.
                         key = id(value), owner_of(new)
                         self.state[new][name] = counters.setdefault(key, rows) if name == "step" else rows
             group["params"] = kept.in_order(parameters)
