@@ -126,7 +126,7 @@ class Attachment:
         self._unsharded = [p for p in trained if not is_sharded(p)]
         self._places = [p.data_ptr() for p in self._unsharded]
         self._frozen = [p for p in held if not p.requires_grad]
-        self._held, self._held_ids = held, list(map(id, held))
+        self._held, self._held_ids = held, list(map(id, held))  # held, so that no other tensor gets such an id
         self.owner = _Owner(worker)
         self._inside_ddp: InsideDDP = inside_ddp
         self._entries = (_owners, trained), (_others, list(worker.model.parameters()))
