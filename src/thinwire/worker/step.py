@@ -87,7 +87,8 @@ class Step:
         worker = self._worker
         if worker.lent:
             refuse_while_lent(worker, "optimizer.step()")
-        worker.refuse_interrupted()
+        if worker.exchanging:
+            worker.refuse_interrupted()
         self._attachment.before_step(worker)
         if worker.fingerprint_before_load is not None:
             check_loaded(worker)
