@@ -100,7 +100,7 @@ def test_a_space_is_partitioned_by_what_cannot_be_fused(plan: Plan) -> None:
 
 def test_a_hyperparameter_that_is_unknown_or_out_of_its_range_is_refused_by_name(plan: Plan) -> None:
     cases: list[Any] = [
-        ({"dropout": 0.1}, "there are alpha, batch_size"),
+        ({"dropout": 0.1}, "must be one of alpha, batch_size"),
         ({"lr": "fast"}, "must be a number"),
         ({"optimizer": "lion"}, "lion"),
         ({"lr": -0.1}, "lr=-0.1: must be finite and not negative"),
