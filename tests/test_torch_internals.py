@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from thinwire import ConfigError
 from thinwire.core import torch_internals as internals
@@ -295,6 +296,19 @@ def test_what_a_launcher_imports_for_optimizers_exists() -> None:
 # -- modules -----------------------------------------------------------------------------------------------------------
 
 
+def test_a_checkpoint_is_seen_from_within() -> None:
+    seen: list[bool] = []
+
+    def double(x: Tensor) -> Tensor:
+        seen.append(internals.is_checkpointing())
+        return 2 * x
+
+    with torch.autograd.graph.save_on_cpu():
+        seen.append(internals.is_checkpointing())
+    checkpoint(double, torch.ones(1, requires_grad=True), use_reentrant=False)
+    assert seen == [False, True] and not internals.is_checkpointing()
+
+
 def test_hooks_are_in_their_tables() -> None:
     module = nn.Linear(1, 1)
     assert not internals.has_forward_hooks(module)
@@ -306,6 +320,14 @@ def test_hooks_are_in_their_tables() -> None:
     handle.remove()
     module.register_forward_hook(hook)
     assert internals.has_forward_hooks(module)
+    assert internals.hooks_of(module) == [[], [hook], [], []]
+    module.register_full_backward_hook(hook)
+    module.register_full_backward_pre_hook(hook)
+    assert internals.hooks_of(module) == [[], [hook], [hook], [hook]]
+    assert not internals.has_gradient_hooks(module.weight)
+    module.weight.register_hook(hook)
+    module.bias.register_post_accumulate_grad_hook(hook)
+    assert internals.has_gradient_hooks(module.weight) and internals.has_gradient_hooks(module.bias)
     module.register_state_dict_pre_hook(hook)
     module.register_load_state_dict_pre_hook(hook)
     module.register_forward_pre_hook(hook)

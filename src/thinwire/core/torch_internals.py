@@ -202,6 +202,25 @@ def has_forward_hooks(module: nn.Module) -> bool:
     return any(vars(module).get(table) for table in ("_forward_hooks", "_forward_pre_hooks"))
 
 
+def hooks_of(module: nn.Module) -> list[list[Any]]:
+    """Return a module's hooks of the forward and the backward pass, by table; none where torch lacks a table."""
+    tables = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return [list((vars(module).get(table) or {}).values()) for table in tables]
+
+
+def is_checkpointing() -> bool:
+    """Return True inside `checkpoint(..., use_reentrant=False)` of `torch.utils`; False where torch cannot tell."""
+    own: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+    top = getattr(own._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks = None if top is None else top(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Return True if hooks run when a tensor's gradient is computed or accumulated."""
+    return any(getattr(tensor, table, None) for table in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+
+
 def tensor_dicts(module: nn.Module) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
     """Return a module's own dictionaries of parameters and of buffers, which can be written to.
 

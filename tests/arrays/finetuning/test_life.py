@@ -354,3 +354,13 @@ def test_the_saved_configuration_is_the_member_s(tmp_path: Path) -> None:
     array = adapters(model_of("llama", torch.float32), [lora(2, lora_alpha=3), lora(5, lora_alpha=7)])
     values = json.loads((array.save_pretrained(tmp_path, 1) / "adapter_config.json").read_text())
     assert (values["r"], values["lora_alpha"], values["peft_type"]) == (5, 7, "LORA")
+
+
+def test_generators_continue_where_they_stand_on_the_same_type_of_device() -> None:
+    array = adapters(nn.Sequential(nn.Linear(3, 4)), [peft.LoraConfig(r=2, target_modules=["0"])] * 2, seeds=[1, 2])
+    assert array.generators is not None
+    array.generators[1].manual_seed(77)
+    torch.rand(3, generator=array.generators[1])
+    before = [each.get_state() for each in array.generators]
+    array.to("cpu")
+    assert all(torch.equal(each.get_state(), state) for each, state in zip(array.generators, before, strict=True))

@@ -23,7 +23,7 @@ from thinwire.arrays.finetuning.rows import ByMember, Rows, recomputing
 from thinwire.arrays.fusion import checkpoints
 from thinwire.arrays.fusion.batch import Each
 from thinwire.arrays.fusion.model_array import ModelArray
-from thinwire.arrays.fusion.store import Selection, check_slot
+from thinwire.arrays.fusion.store import Selection, check_slot, mark_replaced
 from thinwire.core.torch_internals import BATCH_NORMS, DROPOUTS, pytree
 from thinwire.core.validation import check_range
 from thinwire.errors import CheckpointError, ConfigError
@@ -517,6 +517,7 @@ class AdapterArray(ModelArray):
         rows.size = rows.count = len(sources)
         rows.first = 0
         order = {parameter: place for place, parameter in enumerate(self.parameters())}
+        mark_replaced(moved)
         # A new slot takes the hyperparameters of slot 0 until it is reset.
         slots = tuple(0 if source is None else source for source in sources)
         return AdapterSelection(slots, size, moved, order, ranks)
@@ -528,10 +529,13 @@ class AdapterArray(ModelArray):
         self._skeleton.to(target)
         for layer in self._layers.values():
             layer.to_device(target)
-        if self._rows.generators is not None:
-            self._rows.generators = [
-                torch.Generator(target).manual_seed(each.initial_seed()) for each in self._rows.generators
-            ]
+        own = self._rows.generators
+        if own is not None:
+            made = [torch.Generator(target).manual_seed(each.initial_seed()) for each in own]
+            for new, old in zip(made, own, strict=True):
+                if new.device.type == old.device.type:
+                    new.set_state(old.get_state())
+            self._rows.generators = made
         return self
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------

@@ -36,8 +36,10 @@ from thinwire.arrays.fusion.rng import DropoutRates
 from thinwire.arrays.fusion.routing import Context, Router, vmap_error
 from thinwire.arrays.fusion.store import Selection, Store, is_shared, outermost
 from thinwire.arrays.fusion.structure import TensorRef, build, difference, tensor_refs, within
-from thinwire.core.torch_internals import BATCH_NORMS, pytree, refresh_rnn_weights
+from thinwire.core.torch_internals import BATCH_NORMS, is_checkpointing, pytree, refresh_rnn_weights
 from thinwire.errors import ConfigError
+
+_DETACH = "Call detach() of the worker first, and attach again afterwards"
 
 
 def fuse(
@@ -170,8 +172,7 @@ class FusedArray(ModelArray):
         self._loops = outermost([*loop, *recurrent])
         separate = [path for path in self._loops if path and _differs(models, path)]
         self._store = Store(models, separate, self._loops, seeds, states, share_trained=share_trained)
-        # Its tensors are only placeholders: every call swaps the array's in.
-        self._skeleton = self._store.copy_of(self._store.template)
+        self._skeleton = self._store.skeleton()
         self._router = Router(Context(self.size))
         self._install()
 
@@ -206,11 +207,15 @@ class FusedArray(ModelArray):
                 [TensorRef(ref.holder, ref.key, f"{path}.{ref.name}", ref.trained) for ref in tensor_refs(body)]
                 for body in bodies
             ]
-            return Loop(bodies, refs, partial(store.tensors_of, separate=True), self._router, store.write_buffers)
+            values, calls = partial(store.tensors_of, separate=True), [body.forward for body in bodies]
+            return Loop(bodies, refs, values, self._router, store.write_buffers, calls)
         body = self._skeleton.get_submodule(path)
         holders = {id(ref.holder) for ref in tensor_refs(body)}
         own = [ref for ref in self._refs if id(ref.holder) in holders]
-        return Loop([body] * self.size, [own] * self.size, store.tensors_of, self._router, store.write_buffers)
+        # The hooks of a layer run around its loop, and those of the whole model in it.
+        call = (body.forward.calls[0] if isinstance(body.forward, Loop) else body.forward) if path else body
+        calls = [call] * self.size
+        return Loop([body] * self.size, [own] * self.size, store.tensors_of, self._router, store.write_buffers, calls)
 
     # -- contents ------------------------------------------------------------------------------------------------------
 
@@ -247,6 +252,14 @@ class FusedArray(ModelArray):
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every buffer once, [B, ...], or [...] if all models share it."""
         yield from ((name, tensor) for name, tensor in self._store.named() if not isinstance(tensor, nn.Parameter))
+
+    def own_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each model's buffers as views, named `name[b]`, and those that all models share."""
+        for name, buffer in self.named_buffers():
+            if is_shared(buffer):
+                yield name, buffer
+            else:
+                yield from ((f"{name}[{model}]", row) for model, row in enumerate(buffer))
 
     def dropout_rates(self) -> dict[str, tuple[float, ...]]:
         """Return each model's rate in every dropout layer, by the rate's full name."""
@@ -289,6 +302,18 @@ class FusedArray(ModelArray):
         Raises:
             ConfigError: the forward code does what cannot be done for all models at once; it names the layer.
         """
+        if self.attached is None:
+            return self.forward(*args, **kwargs)
+        self.attached.training = self.training
+        return self.attached(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what a call of the array returns, without the hooks of `thinwire.attach`."""
+        if self.generators is not None and self.training and is_checkpointing():
+            raise ConfigError(
+                "checkpoint(array, ...) of an array with seeds: its second pass would draw other numbers, because "
+                "checkpoints restore torch's own generator only. Leave it out, or fuse without seeds"
+            )
         if self._root is not None:
             return _models_first(self._root.run(_as_batches((args, kwargs), self.size)))
         return self._run(self._skeleton, args, kwargs)
@@ -389,6 +414,8 @@ class FusedArray(ModelArray):
         Raises:
             ConfigError: no such slot.
         """
+        if self.attached is not None:
+            self.attached.state_dict()  # warns between two averages, as for a model
         return self._store.extract(index)
 
     def insert(self, index: int, model: nn.Module, *, seed: int | None = None) -> None:
@@ -402,6 +429,7 @@ class FusedArray(ModelArray):
         Raises:
             ConfigError: no such slot, or the model differs in structure.
         """
+        self.refuse_attached("insert()", _DETACH)
         self._store.insert(index, model, seed)
         self._install()
 
@@ -414,12 +442,15 @@ class FusedArray(ModelArray):
         Raises:
             ConfigError: no index, or no such slot.
         """
+        self.refuse_attached("select()", _DETACH)
         kept = self._store.select(indices)
         self._install()
         return kept
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return every tensor by its name, and the states of the generators as `generator[b]`."""
+        if self.attached is not None:
+            self.attached.state_dict()
         return self._store.state()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -428,6 +459,8 @@ class FusedArray(ModelArray):
         Raises:
             ConfigError: a tensor is missing, is one too many, or has another shape.
         """
+        if self.attached is not None:
+            self.attached.load_state_dict({})  # the next step checks the new weights, as those of a model
         self._store.load(state)
 
 
@@ -520,6 +553,7 @@ class Loop:
         values: returns model b's tensors by name.
         router: of the array.
         write: called with the buffers that model b has replaced.
+        calls: each body's own forward, or the body.
     """
 
     def __init__(
@@ -529,8 +563,10 @@ class Loop:
         values: Callable[[int], Mapping[str, Tensor]],
         router: Router,
         write: Callable[[int, Mapping[str, Tensor]], None],
+        calls: Sequence[Callable[..., Any]],
     ) -> None:
         self.bodies, self.refs, self.values, self.router, self.write = bodies, refs, values, router, write
+        self.calls = calls
         # Rates that differ between models, where all have the same body.
         self.rates = [
             (module, name, value)
@@ -557,6 +593,8 @@ class Loop:
                 model's generator would not move on.
         """
         context, results = self.router.context, list[Any]()
+        if not routed:
+            self.router.begin()
         try:
             for model, (args, kwargs) in enumerate(split_models(given, len(self.bodies))):
                 context.model = model
@@ -577,8 +615,7 @@ class Loop:
                 # Recurrent layers keep a second list of their weights, which the swap has not changed.
                 if isinstance(module, nn.RNNBase):
                     refresh_rnn_weights(module)
-            # type(body).forward, because body.forward is this loop.
-            found = (function or partial(type(body).forward, body))(*args, **kwargs)
+            found = (function or self.calls[model])(*args, **kwargs)
             replaced = _replaced_buffers(refs, values)
         if replaced:
             self.write(model, replaced)

@@ -26,6 +26,7 @@ from thinwire.errors import ConfigError
 
 # The first step creates optimizer states and measures layers; what it chose may lead to other layouts in the second.
 _WARM_UP_STEPS = 3
+_CALL = "A replay runs no hooks. Call the step without capture"
 
 
 class CapturedStep:
@@ -54,6 +55,7 @@ class CapturedStep:
         if self._graph is None:
             self._checked(inputs)
             return _outputs(self._step(*inputs))
+        self._array.refuse_attached("a captured step", _CALL)
         with torch.cuda.device(self._device):
             if self._is_stale():
                 self._take(inputs)
@@ -120,6 +122,7 @@ class CapturedStep:
         return found
 
     def _capture(self) -> None:
+        self._array.refuse_attached("a captured step", _CALL)
         array, gradients = self._array, [(p, p.grad) for p in self._array.parameters()]
         self._graph = self._results = None
         graph: Any = torch.cuda.CUDAGraph()

@@ -24,6 +24,7 @@ from thinwire.core.torch_internals import inner_schedulers
 from thinwire.errors import CheckpointError, ConfigError
 
 State = dict[str, Any]
+_WORKER = "Use save() and load() of the worker"
 # The keys of `state_of`.
 _KEYS = (
     *("identity", "models", "training", "rates", "generators", "random", "schedules", "scaler"),
@@ -114,6 +115,7 @@ def read(folder: str | Path) -> State:
 
 def state_of(array: ModelArray, **parts: Unpack[Parts]) -> State:
     """Return everything that an array needs to continue bit for bit, as tensors and JSON values."""
+    array.refuse_attached("a checkpoint", _WORKER)
     optimizer, schedules, scaler = parts.get("optimizer"), parts.get("schedules"), parts.get("scaler")
     random: dict[str, Tensor] = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -138,6 +140,7 @@ def restore(state: Mapping[str, Any], array: ModelArray, **parts: Unpack[Parts])
     Raises:
         CheckpointError: it names the first difference.
     """
+    array.refuse_attached("a checkpoint", _WORKER)
     check(state, array, **parts)
     if state["models"] != array.size:
         # The selected models only give the shapes: all their tensors are overwritten below.
@@ -148,7 +151,6 @@ def restore(state: Mapping[str, Any], array: ModelArray, **parts: Unpack[Parts])
     optimizer, schedules, scaler = parts.get("optimizer"), parts.get("schedules"), parts.get("scaler")
     if optimizer is not None:
         optimizer.load_state_dict(deepcopy(state["optimizer"]))
-        separate_step_counters(optimizer)
     for name, values in state["rates"].items():
         array.set_dropout_rates(name, values)
     if array.training != state["training"]:
@@ -255,16 +257,6 @@ def _identity(array: ModelArray, parts: Parts) -> dict[str, str]:
 def _named(array: ModelArray) -> Iterator[tuple[str, Tensor]]:
     yield from array.named_parameters()
     yield from array.named_buffers()
-
-
-def separate_step_counters(optimizer: FusedOptimizer) -> None:
-    """Give each group step counters of its own: loaded groups may share a tensor, which every group would increment."""
-    for group in optimizer.param_groups:
-        own: dict[int, Tensor] = {}
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter)
-            if state:
-                state["step"] = own.setdefault(id(state["step"]), state["step"].clone())
 
 
 def _scheduler_state(scheduler: Scheduler) -> State:

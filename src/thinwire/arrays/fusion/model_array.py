@@ -13,12 +13,15 @@ from torch import Tensor, nn
 
 from thinwire.arrays.fusion.store import Selection
 from thinwire.core.modes import evaluation_mode
+from thinwire.errors import ConfigError
 
 
 class ModelArray(ABC):
     """Members whose parameters are stacked along the first axis."""
 
     changes = 0  # counts what may replace tensors or change the forward, for captured steps
+    attached: nn.Module | None = None
+    """The module through which calls pass while `thinwire.attach` trains the array on several workers."""
 
     @property
     @abstractmethod
@@ -56,6 +59,22 @@ class ModelArray(ABC):
 
     def __len__(self) -> int:
         return self.size
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """Refuse a copy: its tensors would no longer be known as one model's or shared."""
+        raise ConfigError(
+            "copy.deepcopy(array): an array cannot be copied. Fuse its models again: fuse([array.extract(i) for i in "
+            "range(array.size)])"
+        )
+
+    def refuse_attached(self, call: str, instead: str) -> None:
+        """Refuse a call that would leave the other workers of an attached array behind.
+
+        Raises:
+            ConfigError: the array is attached.
+        """
+        if self.attached is not None:
+            raise ConfigError(f"{call} of an attached array: the other workers would not follow. {instead}")
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return every parameter once, in the order of a model's `parameters()`."""

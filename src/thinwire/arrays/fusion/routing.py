@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from thinwire.arrays.fusion.batch import Batch, WithoutVmap, current_level, is_batch, unwrap, wrap
-from thinwire.core.torch_internals import pytree
+from thinwire.core.torch_internals import is_checkpointing, pytree
 from thinwire.errors import ConfigError
 
 Rule = Callable[..., Any]
@@ -62,10 +62,16 @@ class Router(TorchFunctionMode):
         super().__init__()
         self.context = context
         self.level = 0
+        self.within_checkpoint = False
 
     def at(self, level: int) -> Router:
         """Set the vmap level whose tensors belong to the models; returns the router, to be entered."""
         self.level = level
+        return self.begin()
+
+    def begin(self) -> Router:
+        """Note whether the whole call is in a checkpoint; returns the router, to be entered."""
+        self.within_checkpoint = is_checkpointing()
         return self
 
     def __torch_function__(
@@ -83,6 +89,11 @@ class Router(TorchFunctionMode):
         return func(*args, **named)
 
     def _apply(self, found: Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_checkpointing() and not self.within_checkpoint:
+            raise ConfigError(
+                "torch.utils.checkpoint within the models of an array: its second pass, in the backward pass, does "
+                "not know the models' tensors. Leave it out, or call checkpoint(array, inputs, use_reentrant=False)"
+            )
         if self.context.model is not None:
             return found(self.context, func, *args, **kwargs) if func in RANDOM else func(*args, **kwargs)
         level = self.level

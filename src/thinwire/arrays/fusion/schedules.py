@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -52,20 +51,10 @@ class Schedules:
                 f"factories of length {len(every)}: one for all, or one for each of {optimizer.models} models"
             )
         self.optimizer = optimizer
-        self._proxies = [self._proxy(model) for model in range(optimizer.models)]
+        self._proxies = [optimizer.alone(model) for model in range(optimizer.models)]
         self.schedulers = [factory(proxy) for factory, proxy in zip(every, self._proxies, strict=True)]
         for model in range(optimizer.models):
             self._copy_from_proxy(model)
-
-    def _proxy(self, model: int) -> Optimizer:
-        groups: list[dict[str, Any]] = []
-        for place, group in enumerate(self.optimizer.param_groups):
-            options = self.optimizer.torch_options(self.optimizer.hyperparameters(model, place), group)
-            # The proxy of LAMB is an Adam, which has no bounds of the trust ratio.
-            known = {name: value for name, value in options.items() if not name.endswith("_trust")}
-            groups.append({**known, "params": [nn.Parameter(torch.zeros((), dtype=torch.float32, device="cpu"))]})
-        kind: Any = self.optimizer.torch_class or torch.optim.Adam
-        return kind(groups, lr=groups[0]["lr"])
 
     def step(self, metrics: Sequence[float] | torch.Tensor | None = None) -> None:
         """Step the schedulers of all active models; call it after the optimizer's step.
@@ -134,7 +123,7 @@ class Schedules:
         if isinstance(scheduler, dict):
             self.schedulers[index].load_state_dict(copy.deepcopy(scheduler))
             return
-        self._proxies[index] = self._proxy(index)
+        self._proxies[index] = self.optimizer.alone(index)
         self.schedulers[index] = scheduler(self._proxies[index])
         self._copy_from_proxy(index)
 

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,18 @@ class Selection:
             parameter: the old parameter whose state it is, if it is one.
         """
         return tensor.index_select(0, torch.tensor(self.indices, dtype=torch.int64, device=tensor.device))
+
+
+class _Placeholder(nn.Parameter):
+    """What a module of an array holds in place of a parameter between calls; no operation takes it."""
+
+    @classmethod
+    def __torch_function__(cls, *_: object, **__: object) -> NoReturn:
+        """Refuse the operation."""
+        raise ConfigError(
+            "the models' code reaches a parameter in another way than by its module, such as an attribute, a closure "
+            "or the second pass of a checkpoint: it would compute with the first model's. Use the module's parameter"
+        )
 
 
 class Store:
@@ -112,6 +124,19 @@ class Store:
     def copy_of(self, module: Part) -> Part:
         """Copy a module, but not the tensors that all models share."""
         return copy.deepcopy(module, {id(tensor): tensor for tensor in self.shared.values()})
+
+    def skeleton(self) -> nn.Module:
+        """Return the template with placeholders for its tensors, as every call puts the array's in their place.
+
+        Code that reaches a parameter in another way than by its module, such as the second pass of a checkpoint, is
+        refused instead of computing with the first model's values.
+        """
+        memo: dict[int, Tensor] = {
+            id(tensor): _Placeholder(torch.empty(0, dtype=tensor.dtype, device="cpu"), requires_grad=False)
+            for tensor in tensors(self.template).values()
+            if isinstance(tensor, nn.Parameter)
+        }
+        return copy.deepcopy(self.template, memo | {id(tensor): tensor for tensor in self.shared.values()})
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors in the order of a model's own; those that only one model has are named `name[model]`."""
@@ -265,6 +290,7 @@ class Store:
             self.generators = [self.generators[index].clone_state() for index in indices]
         parameters = (tensor for _, tensor in self.named() if isinstance(tensor, nn.Parameter))
         order.update((parameter, place) for place, parameter in enumerate(parameters))
+        mark_replaced(moved)
         return kept
 
     def state(self) -> Named:
@@ -300,6 +326,12 @@ def _like(values: Tensor, like: Tensor, owner: int | None = None) -> Tensor:
     if owner is not None:
         made.owner = owner  # pyright: ignore[reportAttributeAccessIssue]
     return made
+
+
+def mark_replaced(parameters: Iterable[nn.Parameter]) -> None:
+    """Let optimizers refuse to step parameters that an array no longer has."""
+    for parameter in parameters:
+        parameter.replaced = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def check_slot(index: int, size: int) -> None:

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from thinwire.core.torch_internals import DROPOUTS, RNN_CACHES, tensor_dicts
+from thinwire.core.torch_internals import (
+    DROPOUTS,
+    RNN_CACHES,
+    compiled_module,
+    has_gradient_hooks,
+    hooks_of,
+    tensor_dicts,
+)
 from thinwire.errors import ConfigError
 
 # Their rates may differ between models: the dropout rules take one per model.
@@ -121,6 +128,8 @@ def _difference_of_modules(a: nn.Module, b: nn.Module, known: Pairs) -> str | No
             found = [_description(holder.get(name)) for holder in (mine, theirs)]
             if found[0] != found[1]:
                 return f"{word} {name} is {found[0]} in one and {found[1]} in the other"
+    if not _equal(hooks_of(a), hooks_of(b), ChainMap({}, known)):
+        return "its hooks are others in the other"
     mine, theirs = _settings(a), _settings(b)
     for name in sorted({*mine, *theirs}):
         if not _equal(mine.get(name), theirs.get(name), ChainMap({}, known)):
@@ -227,13 +236,41 @@ def check_same_structure(models: Sequence[nn.Module], loop: Sequence[str]) -> No
     Raises:
         ConfigError: it names the models, the layer, the difference and the fix.
     """
+    for index, model in enumerate(models):
+        for path, module in model.named_modules():
+            if compiled_module(module) is not None:
+                raise ConfigError(
+                    f"layer {path!r} of model {index} is compiled: its code would not be that of all models. Fuse the "
+                    "models before torch.compile"
+                )
+            if any(hooks_of(module)[2:]):
+                raise ConfigError(
+                    f"layer {path!r} of model {index} has a backward hook, which no array runs. Use hooks of the "
+                    "array's parameters after fuse"
+                )
+        for name, tensor in tensors(model).items():
+            if has_gradient_hooks(tensor):
+                raise ConfigError(
+                    f"{name} of model {index} has a hook of its gradient, and the array's parameter is another tensor. "
+                    "Register it with the array's, [models, ...], after fuse: array.named_parameters() has the names"
+                )
     for index, model in enumerate(models[1:], 1):
-        found = difference(models[0], model, loop)
+        found = difference(models[0], model, loop) or _difference_of_hooks(models[0], model, loop)
         if found is not None:
             raise ConfigError(
                 f"models 0 and {index} differ in structure: {found}. Only weights, buffers and dropout rates may. Fuse "
                 'models of one structure, or loop over the layers that differ: fuse(..., loop=["that.layer"])'
             )
+
+
+def _difference_of_hooks(one: nn.Module, other: nn.Module, paths: Sequence[str]) -> str | None:
+    """Describe other hooks of layers that may differ: the first model's run around those of all models."""
+    known = _alike(one, other)
+    for path in paths:
+        mine, theirs = (hooks_of(model.get_submodule(path)) for model in (one, other))
+        if not _equal(mine, theirs, ChainMap({}, known)):
+            return f"layer {path!r} has other hooks in the other, and the first model's run for all"
+    return None
 
 
 def dropout_rates(models: Sequence[nn.Module]) -> Iterator[tuple[str, str, list[float]]]:

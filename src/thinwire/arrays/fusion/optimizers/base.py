@@ -24,6 +24,7 @@ from thinwire.arrays.fusion.optimizers.parameter_batch import (
 )
 from thinwire.arrays.fusion.recording import RECORDER, is_capturing
 from thinwire.arrays.fusion.store import Selection, check_slot, is_of, is_shared, owner_of
+from thinwire.core.torch_internals import set_unscales_itself
 from thinwire.errors import ConfigError
 
 Numbers = float | Sequence[float] | Tensor
@@ -87,9 +88,10 @@ class FusedOptimizer(Optimizer):
         self.active = torch.ones(self.models, dtype=torch.bool, device="cpu")
         self.changes = 0  # counts what may replace tensors, for captured steps
         self._shared = tuple(shared)
-        self._skipped: Tensor | None = None
+        self.skipped: Tensor | None = None  # inside `skipping`, the slots of which steps leave everything unchanged
         self._on_device: dict[tuple[int, torch.device], DeviceValues] = {}
         super().__init__(given, {**defaults, **shared})  # pyright: ignore[reportArgumentType]
+        set_unscales_itself(self, True)  # so that a scaler of torch calls `step`, which refuses it
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters with hyperparameters of their own, each a number or one per model.
@@ -110,6 +112,11 @@ class FusedOptimizer(Optimizer):
         group = self.param_groups[-1]
         group.pop("betas", None)
         for parameter in group["params"]:
+            if parameter.is_complex():
+                raise ConfigError(
+                    f"a parameter of shape {list(parameter.shape)} is complex: the formulas are those of real numbers. "
+                    "Hold its torch.view_as_real, and take torch.view_as_complex of it in forward()"
+                )
             if is_shared(parameter) and parameter.requires_grad:
                 raise ConfigError(
                     f"a trainable parameter of shape {list(parameter.shape)} is shared by all models. The "
@@ -149,6 +156,12 @@ class FusedOptimizer(Optimizer):
         Args:
             closure: computes the losses and their gradients again, as for optimizers of torch.
         """
+        if getattr(self, "found_inf", None) is not None:
+            del vars(self)["found_inf"]
+            raise ConfigError(
+                "a torch.amp.GradScaler has one scale for all models: one that overflows would stop the others. Use "
+                f"fusion.GradScaler({self.models})"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -157,10 +170,18 @@ class FusedOptimizer(Optimizer):
         if recorded is not None:
             recorded(self)
         for place, group in enumerate(self.param_groups):
+            for name in self.ranges:
+                if not isinstance(group[name], Tensor) or group[name].shape != (self.models,):
+                    group[name] = self._vector(name, group[name])  # the loop has set a number or a list
             # Parameters that share a step counter have the same step counts in all slots, and are updated together.
             together: dict[tuple[int, int | None], list[nn.Parameter]] = {}
             counters: dict[tuple[int | None, torch.device], Tensor] = {}
             for parameter in group["params"]:
+                if getattr(parameter, "replaced", False):
+                    raise ConfigError(
+                        f"the array no longer has a parameter of shape {list(parameter.shape)}: other models were "
+                        "selected. Pass the result of array.select to optimizer.select"
+                    )
                 if parameter.grad is None or not parameter.numel():
                     continue
                 state, owner = self.state[parameter], owner_of(parameter)
@@ -195,11 +216,11 @@ class FusedOptimizer(Optimizer):
         Args:
             skipped: bool [models], on the device of the parameters, or on the CPU.
         """
-        self._skipped = skipped
+        self.skipped = skipped
         try:
             yield
         finally:
-            self._skipped = None
+            self.skipped = None
 
     def _begin(self, parameter: nn.Parameter, group: Group, step: Tensor) -> None:
         self.state[parameter]["step"] = step
@@ -217,12 +238,12 @@ class FusedOptimizer(Optimizer):
         if not on_host(step):
             copied = self._values_on(place, step.device)
             values, active = copied.values, copied.active
-        if self._skipped is not None:
-            active = active & ~self._skipped.to(active.device)
+        if self.skipped is not None:
+            active = active & ~self.skipped.to(active.device)
         active = active[slots]
         if on_host(active) and not bool(active.any()):
             return
-        every = fixed and self._skipped is None and bool(self.active[slots].all())
+        every = fixed and self.skipped is None and bool(self.active[slots].all())
         # In place: all parameters of the batch share this counter.
         step += active
         batch = ParameterBatch(
@@ -291,6 +312,17 @@ class FusedOptimizer(Optimizer):
             groups.append({**self._options(index, place), "params": list(range(count, count + len(own)))})
             count += len(own)
         return {"state": state, "param_groups": groups}
+
+    def alone(self, index: int) -> Optimizer:
+        """Return an optimizer of torch with one model's hyperparameters, over one number per group."""
+        groups: list[Group] = []
+        for place, group in enumerate(self.param_groups):
+            options = self.torch_options(self.hyperparameters(index, place), group)
+            # That of LAMB is an Adam, which has no bounds of the trust ratio.
+            known = {name: value for name, value in options.items() if not name.endswith("_trust")}
+            groups.append({**known, "params": [nn.Parameter(torch.zeros((), dtype=torch.float32, device="cpu"))]})
+        kind: Any = self.torch_class or torch.optim.Adam
+        return kind(groups, lr=groups[0]["lr"])
 
     def _options(self, index: int, place: int) -> dict[str, Any]:
         """Return one model's options in a group, as torch's own optimizer keeps them."""
@@ -449,7 +481,8 @@ class FusedOptimizer(Optimizer):
             for parameter in group["params"]:
                 if state := self.state.get(parameter):
                     key = (owner_of(parameter), tuple(state["step"].tolist()))
-                    state["step"] = known.setdefault(key, state["step"])
+                    # A copy: groups that were loaded from a file may share a tensor, which each would increment.
+                    state["step"] = known.setdefault(key, state["step"].clone())
 
 
 def _counter_of(parameter: nn.Parameter) -> Tensor:
