@@ -25,6 +25,7 @@ from thinwire.methods.codecs.base import CodecWrapper
 from thinwire.methods.strategies.traits import Traits
 from thinwire.methods.strategies.wrapper import Wrapper
 from thinwire.registry import recipe_classes
+from thinwire.worker.members import Members
 
 ROOT = Path(thinwire.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
@@ -629,8 +630,9 @@ def test_every_public_name_is_documented(name: str) -> None:
 def kinds_of(base: type) -> list[type]:
     """All kinds of recipe in thinwire itself."""
     below = [kind for child in base.__subclasses__() for kind in [child, *kinds_of(child)]]
-    # Examples in docstrings define classes of their own.
-    mine = [kind for kind in below if kind.__module__.startswith("thinwire.") and kind not in (Wrapper, CodecWrapper)]
+    # Examples in docstrings define classes of their own, and `Members` is no recipe: `attach` puts it around one.
+    others = Wrapper, CodecWrapper, Members
+    mine = [kind for kind in below if kind.__module__.startswith("thinwire.") and kind not in others]
     mine = [kind for kind in mine if hasattr(sys.modules[kind.__module__], kind.__name__)]
     return [kind for kind in mine if not inspect.isabstract(kind) and kind.__name__[0] != "_"]
 

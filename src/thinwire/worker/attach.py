@@ -33,6 +33,7 @@ from thinwire.worker.compatibility import (
     check_global_batch,
     check_group,
     check_mesh,
+    check_model,
     check_policy,
     check_skipped_steps,
     check_start,
@@ -40,6 +41,7 @@ from thinwire.worker.compatibility import (
 from thinwire.worker.consensus import broadcast_others, check_in_step, different, together
 from thinwire.worker.guards import Attachment, FirstSteps, InsideDDP, check_beside, check_new, check_wrappers
 from thinwire.worker.handshake import agree, facts_of
+from thinwire.worker.members import Array, Members, StackedModule, array_of, check_array
 from thinwire.worker.parameters import check_aliases, trained, vectors_of
 from thinwire.worker.replica_state import new_replica
 from thinwire.worker.state import GlobalBatch, Policy, WorkerState
@@ -51,7 +53,7 @@ _RENDEZVOUS = "THINWIRE_RENDEZVOUS"
 
 
 def attach(
-    model: nn.Module,
+    model: nn.Module | Array,
     optimizer: Optimizer,
     strategy: Strategy | str,
     *,
@@ -63,7 +65,7 @@ def attach(
     scaler: torch.amp.GradScaler | None = None,
     find_unused: bool = False,
     bucket_bytes: int = _BUCKET_BYTES,
-    nonfinite: Policy = "raise",
+    nonfinite: Policy | None = None,
     inside_ddp: InsideDDP = "refuse",
     elastic: bool | Fleet | ElasticOptions = False,
     global_batch: int | None = None,
@@ -79,8 +81,10 @@ def attach(
     where the strategy exchanges gradients, else this worker's own. Clip it there: the optimizer uses that gradient.
 
     Args:
-        model: already on its device. Frozen parameters are compared and sent once, from rank 0.
-        optimizer: any torch optimizer over parameters of `model`; parameters that it does not hold are not trained.
+        model: already on its device. Frozen parameters are compared and sent once, from rank 0. An array of models
+            (`fuse`) trains each of its models as if that model were attached alone.
+        optimizer: any torch optimizer over parameters of `model`; parameters that it does not hold are not trained. For
+            an array, one of `thinwire.arrays.fusion`.
         strategy: the recipe, as an object or as text, such as "SlowMo(base=PushSum(), period=48)" (see `parse`); or
             "auto", which measures the links between the ranks and takes what `thinwire plan` would recommend: rank 0
             logs why, and `worker.strategy` says which it is. A training step's time is not known here: it is read on
@@ -103,7 +107,8 @@ def attach(
         bucket_bytes: bytes of gradient per message; fewer overlap more with the backward pass, and cost more calls.
         nonfinite: what to do with a gradient that is NaN or infinite, unless a GradScaler skips the step: "raise" on
             all ranks; "skip" the optimizer's step, of all workers where they exchange gradients, else of this one only;
-            or "ignore" it. "skip" is refused for optimizers with several gradients a step, such as LBFGS and SVRG.
+            or "ignore" it. "skip" is refused for optimizers with several gradients a step, such as LBFGS and SVRG, and
+            for arrays. By default "raise", and "ignore" for an array, where one model must not stop the others.
         inside_ddp: where the model or a part of it is inside DistributedDataParallel, which averages gradients too:
             "refuse" raises at `attach`, or in the first forward pass if it is wrapped later; "mute" turns the wrapper's
             exchange off until `detach`.
@@ -148,8 +153,17 @@ def attach(
         [[[-0.5, -0.25]], [[-0.5, -0.25]]]
     """
     automatic = strategy == "auto"
-    strategy = check_arguments(model, optimizer, AllReduce() if automatic else strategy)
+    array = array_of(model)
+    model = check_model(model if array is None else StackedModule(array))
+    strategy = check_arguments(optimizer, AllReduce() if automatic else strategy)
     named = trained(model, optimizer)
+    if array is not None:
+        refused = {"'auto'": automatic, "elastic": bool(elastic), "mesh": mesh is not None}
+        refused |= {"scaler": scaler is not None, 'nonfinite="skip"': nonfinite == "skip"}
+        refused["rendezvous"] = bool(rendezvous or os.environ.get(_RENDEZVOUS))
+        check_array(array, optimizer, named, refused)
+        strategy = Members(strategy, array.size)
+    nonfinite = nonfinite or ("raise" if array is None else "ignore")
     scaled = scaler is not None and scaler.is_enabled()
     device = next(iter(named.values())).device
     views = watch = fixed = entry = None
@@ -266,6 +280,9 @@ def attach(
         state.started += [{name: (x.dtype, tuple(x.shape)) for name, x in r.state.items()} for r in state.replicas]
         hooks.watch(Attachment(state, inside_ddp), FirstSteps(state, init))
         share_skips(state)
+        if array is not None:
+            array.attached = model
+            state.undo.callback(setattr, array, "attached", None)
         state.automatic = automatic
         worker = Worker(state, hooks, views)
         if watch is not None:

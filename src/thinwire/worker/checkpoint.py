@@ -41,6 +41,7 @@ from thinwire.methods.strategies.recipe import parse
 from thinwire.registry import canonical
 from thinwire.worker import switching
 from thinwire.worker.handshake import both, gather_texts
+from thinwire.worker.members import StackedModule
 from thinwire.worker.parameters import named_buffers, named_parameters, own_name
 from thinwire.worker.replica_state import (
     PARTS,
@@ -86,7 +87,9 @@ def save(worker: WorkerState, folder: Path, extra: dict[str, Any], *, keep: int 
         "random": _random_of(worker),
         **({} if worker.pack_rounds is None else {"late": worker.pack_rounds()}),
     }
-    _refuse_non_finite(worker)
+    # A model of an array that has diverged must not keep the others from being saved.
+    if not isinstance(worker.model, StackedModule):
+        _refuse_non_finite(worker)
     return write_together(worker, folder, content, keep=keep)
 
 
@@ -384,12 +387,13 @@ def load(worker: WorkerState, folder: Path, *, missing_ok: bool = False) -> dict
                 raise CheckpointError(f"is of one worker with LateMerging. {_EXPORT}")
             same_names("a part", content, ("save", "state", "names", "extra", "random"))
             mapping_of(content["extra"], "extra")
-            check_random(content["random"])
             if content["state"]["step"] != content["save"]["step"]:
                 raise CheckpointError(f"holds step {content['state']['step']}, not that of its folder")
         states = [content["state"] for content in contents]
         state = states[0] if same else merge(states, worker)
-        check(state, worker, ranks=same, finite=True)
+        check(state, worker, ranks=same, finite=not isinstance(worker.model, StackedModule))
+        for content in contents:
+            check_random(content["random"], _generators_of(worker))
         return state
 
     before = _follow(worker, home, contents[0], same=same)
@@ -591,7 +595,13 @@ def _random_of(worker: WorkerState) -> dict[str, Any]:
     state: dict[str, Any] = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state(_gpu_of(worker))
-    return state
+    return state | {name: own.get_state() for name, own in _generators_of(worker).items()}
+
+
+def _generators_of(worker: WorkerState) -> dict[str, torch.Generator]:
+    """Return the random generators of an array's models, by name; empty for other models."""
+    own = worker.model.array.generators if isinstance(worker.model, StackedModule) else None
+    return {f"model-{index}": generator for index, generator in enumerate(own or ())}
 
 
 def _gpu_of(worker: WorkerState) -> torch.device:
@@ -600,14 +610,17 @@ def _gpu_of(worker: WorkerState) -> torch.device:
     return device if device.type == "cuda" else torch.device("cuda")
 
 
-def check_random(state: object) -> None:
-    """Check that torch accepts the state of its random generators."""
+def check_random(state: object, generators: Mapping[str, torch.Generator] | None = None) -> None:
+    """Check that torch accepts the state of its random generators, and of these of an array."""
+    own = generators or {}
     for name, x in mapping_of(state, "the random generators' state").items():
-        if name not in ("cpu", "cuda") or not isinstance(x, Tensor) or x.dtype != torch.uint8:
+        if name not in ("cpu", "cuda", *own) or not isinstance(x, Tensor) or x.dtype != torch.uint8:
             raise CheckpointError(f"the random generators' state holds {name!r}, which is none")
     states = cast(Mapping[str, Tensor], state)
     try:
         torch.Generator().set_state(states["cpu"])
+        for name, generator in own.items():
+            torch.Generator(generator.device).set_state(states[name])
         if "cuda" in states and torch.cuda.is_available():
             torch.Generator("cuda").set_state(states["cuda"])
     except (RuntimeError, LookupError, TypeError) as error:
@@ -619,6 +632,8 @@ def restore_random(worker: WorkerState, state: Mapping[str, Tensor]) -> None:
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"], _gpu_of(worker))
+    for name, generator in _generators_of(worker).items():
+        generator.set_state(state[name])
 
 
 # -- the weights alone, in one file ------------------------------------------------------------------------------------

@@ -21,14 +21,26 @@ from thinwire.tensor2d.mesh import Mesh2D
 from thinwire.worker.state import Policy
 
 
-def check_arguments(model: object, optimizer: object, strategy: object) -> Strategy:
-    """Check the types of what `attach` was given; returns the strategy, read from its text where it is one.
+def check_model(model: object) -> nn.Module:
+    """Return what `attach` was given as the model, if it is a module.
 
     Raises:
         ConfigError: with the value and its replacement.
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model is {_described(model)}: must be a torch.nn.Module, such as torch.nn.Linear(4, 2)")
+        raise ConfigError(
+            f"model is {_described(model)}: must be a torch.nn.Module, such as torch.nn.Linear(4, 2), or an array of "
+            "thinwire.fuse"
+        )
+    return model
+
+
+def check_arguments(optimizer: object, strategy: object) -> Strategy:
+    """Check the types of what `attach` was given; returns the strategy, read from its text where it is one.
+
+    Raises:
+        ConfigError: with the value and its replacement.
+    """
     if not isinstance(optimizer, Optimizer):
         own = isinstance(getattr(optimizer, "optimizer", None), Optimizer)
         fix = ". Pass its .optimizer" if own else ", such as torch.optim.SGD(model.parameters(), lr=0.1)"

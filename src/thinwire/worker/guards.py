@@ -33,6 +33,7 @@ from thinwire.methods.strategies.base import Strategy, nested
 from thinwire.methods.strategies.wrapper import Wrapper
 from thinwire.worker.compatibility import check_start
 from thinwire.worker.handshake import fingerprint, sum_of_bits
+from thinwire.worker.members import Members, StackedModule
 from thinwire.worker.state import WorkerState
 
 InsideDDP = Literal["refuse", "mute"]
@@ -169,6 +170,10 @@ class Attachment:
             )
         if False in [p.requires_grad for p in self._trained]:  # faster than all()
             self._check_frozen(worker)
+        if isinstance(worker.model, StackedModule):
+            problem = worker.model.problem(worker.optimizer, worker.strategy)
+            if problem:
+                refuse(worker, problem)
         if worker.scaler is None and worker.comm.size > 1 and _called_by_scaler():
             refuse(
                 worker,
@@ -680,7 +685,7 @@ def check_loaded(worker: WorkerState) -> None:
 
 def keeps_copies(worker: WorkerState) -> bool:
     """Return True if the strategy's state or messages in flight refer to earlier parameters."""
-    own_restarts = (Strategy.restart, Wrapper.restart)
+    own_restarts = (Strategy.restart, Wrapper.restart, Members.restart)
     if all(type(each).restart in own_restarts for each in nested(worker.strategy)):
         return False
     for replica in worker.replicas:

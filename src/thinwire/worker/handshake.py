@@ -121,7 +121,7 @@ def facts_of(
     """
     group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     groups = [
-        (f"{key} of optimizer group {i}", str(value))
+        (f"{key} of optimizer group {i}", str(value.tolist() if isinstance(value, Tensor) else value))
         for i, group in enumerate(optimizer.param_groups)
         for key, value in sorted(group.items())
         if key != "params"

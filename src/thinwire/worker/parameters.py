@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple, cast
 
@@ -103,19 +103,35 @@ def vectors_of(
 def learning_rate(
     optimizer: Optimizer, parameters: list[nn.Parameter], segments: tuple[Segment, ...], x: Tensor
 ) -> Callable[[], float | Tensor]:
-    """A function that reads the current learning rate: a number, or a vector like `x` where groups differ in it."""
+    """A function that reads the current learning rate: a number, or a vector like `x` where groups differ in it.
+
+    For the optimizer of an array it is a matrix [parameters, models].
+    """
     group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     indices = [group_of[id(p)] for p in parameters]
-    sizes = torch.tensor([segment.size for segment in segments], dtype=torch.int64, device=x.device)
 
     # Read again at every call: schedulers replace the number in the group.
     def read() -> float | Tensor:
-        rates = [float(optimizer.param_groups[i]["lr"]) for i in indices]
-        if len(set(rates)) == 1:
-            return rates[0]
-        return torch.tensor(rates, dtype=x.dtype, device=x.device).repeat_interleave(sizes, output_size=x.numel())
+        rates = [optimizer.param_groups[i]["lr"] for i in indices]
+        if isinstance(rates[0], Tensor) and rates[0].ndim:
+            return torch.stack(rates)
+        return spread_rates([float(rate) for rate in rates], segments, x)
 
     return read
+
+
+def spread_rates(rates: Sequence[float], segments: tuple[Segment, ...], x: Tensor) -> float | Tensor:
+    """Return the learning rate of parameters: a number if all have the same, else a vector of dtype and device of `x`.
+
+    Args:
+        rates: of each parameter.
+        segments: where each of them lies in the vector.
+        x: a vector of parameters.
+    """
+    if len(set(rates)) == 1:
+        return rates[0]
+    sizes = torch.tensor([segment.size for segment in segments], dtype=torch.int64, device=x.device)
+    return torch.tensor(rates, dtype=x.dtype, device=x.device).repeat_interleave(sizes, output_size=segments[-1].stop)
 
 
 # -- tensors in the same memory ----------------------------------------------------------------------------------------

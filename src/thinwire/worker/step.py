@@ -26,6 +26,7 @@ from thinwire.worker.buckets import Backward, Bucket, NonFinite, ScaledResiduals
 from thinwire.worker.compatibility import evaluates_several_gradients, several_evaluations
 from thinwire.worker.consensus import refuse_while_lent
 from thinwire.worker.guards import Attachment, FirstSteps, check_first_gradient, check_loaded, workers_beside
+from thinwire.worker.members import Members
 from thinwire.worker.state import WorkerState
 
 Batch = TypeVar("Batch")
@@ -380,10 +381,11 @@ def watch_gradients(worker: WorkerState) -> None:
     worker.backward = None
     if not strategy.traits.sends_gradients or (worker.comm.size == 1 and worker.survives is None):
         return
+    models = strategy.models if isinstance(strategy, Members) else 1
     buckets = [
         bucket
         for replica, (parameters, segments) in zip(worker.replicas, worker.layouts, strict=True)
-        for bucket in cut(replica, parameters, segments, worker.bucket_bytes)
+        for bucket in cut(replica, parameters, segments, worker.bucket_bytes, models=models)
     ]
     names = {
         id(p): segment.name

@@ -124,7 +124,7 @@ def _agreed(worker: WorkerState, strategy: Strategy | str) -> Strategy:
     """
     problem, new = None, worker.strategy
     try:
-        new = check_arguments(worker.model, worker.optimizer, strategy)
+        new = check_arguments(worker.optimizer, strategy)
         _check(worker, new)
     except ConfigError as error:
         problem = error

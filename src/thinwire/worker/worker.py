@@ -23,6 +23,7 @@ from thinwire.worker import checkpoint, replica_state, switching
 from thinwire.worker.annexes import Elastic
 from thinwire.worker.consensus import check_all_there, check_call, lends, refuse_while_lent, together, wait_in_step
 from thinwire.worker.guards import check_parameters, rebase
+from thinwire.worker.members import StackedModule
 from thinwire.worker.state import WorkerState
 from thinwire.worker.step import Step, join_batches
 from thinwire.worker.switching import Switched
@@ -83,7 +84,7 @@ class Worker:
 
     @property
     def model(self) -> nn.Module:
-        """The model, which was passed to `attach`."""
+        """The model, which was passed to `attach`; of an array, a module with its stacked parameters."""
         return self._state.model
 
     @property
@@ -150,6 +151,8 @@ class Worker:
         """
         if num_samples is not None and not 0 <= num_samples < float("inf"):
             raise ConfigError(f"num_samples={num_samples}: must be finite and not negative. Pass len(batch)")
+        if loss is not None:
+            self._refuse_array("record_batch(loss=...)", "all models would be weighed by one loss. Leave the loss out")
         for replica in self.replicas:
             replica.samples = replica.samples if num_samples is None else float(num_samples)
             replica.loss = replica.loss if loss is None else as_number(loss, replica.x, "loss")
@@ -294,6 +297,7 @@ class Worker:
             raise ConfigError(
                 "switch() with elastic=True: a worker could be lost in it. Save, and resume with the new strategy"
             )
+        self._refuse_array("switch()", "call detach(), and attach the array again with the new strategy")
         check_all_there(self._state, "switch()")
         check_call(self._state, "switch()")
         self._state.end_failed_pass()
@@ -500,6 +504,7 @@ class Worker:
             >>> torch.nn.Linear(2, 1).load_state_dict(state), sorted(state)
             (<All keys matched successfully>, ['bias', 'weight'])
         """
+        self._refuse_array("export()", "write array.extract(i).state_dict() inside worker.consensus()")
         check_all_there(self._state, "export()")
         if self._has_just_joined:
             return Path(path)  # the others have written it, or write it at a later step
@@ -546,6 +551,10 @@ class Worker:
                 f"{call} with elastic=LateMerging(): the state does not contain the rounds that workers are in. Use "
                 "save() and load(), and export() for the weights"
             )
+
+    def _refuse_array(self, call: str, instead: str) -> None:
+        if isinstance(self.model, StackedModule):
+            raise ConfigError(f"{call} of an array: {instead}")
 
     def _together(self, call: Callable[[], T]) -> T:
         return together(self._state, self.elastic, call)

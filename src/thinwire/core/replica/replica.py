@@ -54,7 +54,7 @@ class Progress:
     equal_start: bool = True
     postponed: bool = False
     loss: Tensor | None = None
-    metrics: dict[str, float | Tensor] = field(default_factory=dict[str, float | Tensor])
+    metrics: MutableMapping[str, float | Tensor] = field(default_factory=dict[str, float | Tensor])
 
 
 class Replica:
@@ -185,7 +185,7 @@ class Replica:
         self.progress.loss = value
 
     @property
-    def metrics(self) -> dict[str, float | Tensor]:
+    def metrics(self) -> MutableMapping[str, float | Tensor]:
         """Numbers about this step by name."""
         return self.progress.metrics
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
@@ -228,6 +228,28 @@ def weight_of(strategy: Strategy, r: Replica) -> Tensor | None:
     """Return this worker's weight in averages of the parameters; None if all workers have equal weights."""
     name = strategy.traits.rounds.weight
     return r.state[name] if name else None
+
+
+def resized_parts(
+    strategy: Strategy, prefixes: Iterable[str], states: Sequence[Mapping[str, Tensor]], size: int
+) -> list[dict[str, Tensor]] | None:
+    """Redistribute the state of each part of the vector, as `Strategy.resized`.
+
+    Args:
+        strategy: of each part.
+        prefixes: of the names in each part's state.
+        states: of the workers of an earlier run.
+        size: the number of new workers.
+    """
+    new: list[dict[str, Tensor]] = [{} for _ in range(size)]
+    for prefix in prefixes:
+        of = [{n.removeprefix(prefix): x for n, x in state.items() if n.startswith(prefix)} for state in states]
+        found = strategy.resized(of, size)
+        if found is None:
+            return None
+        for state, part in zip(new, found, strict=True):
+            state.update({prefix + name: x for name, x in part.items()})
+    return new
 
 
 def pace_rule(strategy: Strategy) -> str:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
-from thinwire.methods.strategies.base import At, Strategy, check_blocks, nested
+from thinwire.methods.strategies.base import At, Strategy, check_blocks, nested, resized_parts
 from thinwire.methods.strategies.local.overlap_local_sgd import OverlapLocalSGD
 from thinwire.methods.strategies.traits import Traits
 from thinwire.methods.strategies.wrapper import Wrapper
@@ -139,16 +139,7 @@ class Streaming(Wrapper):
 
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]] | None:
         """Redistribute each fragment's state with the base's hook."""
-        new: list[dict[str, Tensor]] = [{} for _ in range(size)]
-        for f in range(self.fragments):
-            prefix = f"fragment-{f}/"
-            of = [{n.removeprefix(prefix): x for n, x in state.items() if n.startswith(prefix)} for state in states]
-            found = self.base.resized(of, size)
-            if found is None:
-                return None
-            for state, part in zip(new, found, strict=True):
-                state.update({prefix + name: x for name, x in part.items()})
-        return new
+        return resized_parts(self.base, [f"fragment-{f}/" for f in range(self.fragments)], states, size)
 
     def _fragments(self, r: Replica) -> Iterator[Replica]:
         # Integer division, so that fragments cover the vector without gap or overlap.
