@@ -152,4 +152,6 @@ def test_more_losses_than_backups_end_training_on_all_ranks() -> None:
             return str(error)
         return ""
 
-    assert all("rank 0 has closed its mailbox" in each for each in run_threads(4, body, timeout=20)[2:])
+    # A rank that comes late finds all others gone.
+    for said in run_threads(4, body, timeout=20)[2:]:
+        assert re.search("rank 0 has closed its mailbox|all other ranks are lost", said)
