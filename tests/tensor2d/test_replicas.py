@@ -293,7 +293,7 @@ def test_lamb_on_a_mesh_does_not_undo_what_was_done_to_sixteen_bits_between_step
 
 
 def wrong_sizes() -> None:
-    for shape, message in (((2, 2, 2), "needs 8 processes, not 2"), ((0, 1, 2), "needs 0 processes")):
+    for shape, message in (((2, 2, 2), "2x2x2 with 2 processes"), ((0, 1, 2), "must be at least 1")):
         with pytest.raises(ConfigError, match=message):
             mesh_3d(shape)
 

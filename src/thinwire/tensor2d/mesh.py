@@ -213,11 +213,10 @@ def _device_mesh(
         ConfigError: the shape does not match the number of processes, or the mesh does not have these dimensions.
     """
     if not isinstance(shape, DeviceMesh):
-        if min(shape) < 1 or prod(shape) != dist.get_world_size():
-            mesh = "x".join(map(str, shape))
+        size, mesh = dist.get_world_size(), "x".join(map(str, shape))
+        if min(shape) < 1 or prod(shape) != size:
             raise ConfigError(
-                f"shape={mesh} with {dist.get_world_size()} processes: it needs {prod(shape)}. Start as many, or use "
-                "another shape"
+                f"shape={mesh} with {size} processes: dimensions must be at least 1, and their product {size}"
             )
         count_in_store("thinwire/meshes", timeout)  # PyTorch would wait forever for a store that does not answer
         return init_device_mesh(device, shape, mesh_dim_names=names)
