@@ -108,7 +108,7 @@ def test_a_study_learns_of_trials_that_diverged_or_were_stopped() -> None:
 
 
 def test_a_sampler_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ConfigError, match="there are random, optuna"):
+    with pytest.raises(ConfigError, match="must be one of random, optuna"):
         sampler_of("grid", Space({}), seed=0)
 
 
