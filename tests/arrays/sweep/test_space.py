@@ -40,7 +40,7 @@ test_text_that_is_not_a_domain_is_refused = refusals(
         ("log:a:b", "are numbers"),
         ("cubic:0:1", "is not a range"),
         ("log:1:2:3", "is not a range"),
-        ("whole:1.5:2", "whole ends"),
+        ("whole:1.5:2", "must be whole numbers"),
         ("1,1", "is listed twice"),
         ("1,,2", "an empty value"),
         ("0:inf", "must be finite"),

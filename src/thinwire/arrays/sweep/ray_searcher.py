@@ -45,7 +45,7 @@ class PackedSearcher(Searcher):
         """
         if config:
             raise ConfigError(
-                f"param_space={config} with packed(), which has the space of the members. Leave param_space out"
+                f"param_space={config} with packed(), which has the space of the members. Leave one out"
             )
         return True
 
