@@ -132,7 +132,9 @@ test_what_an_elastic_run_cannot_do_is_refused_before_it_starts = refusals(
 def test_a_change_of_view_is_told_in_words() -> None:
     view = {"step": 8, "members": ["1-a"], "lost": ["0-b"], "joined": [], "left": {}}
     assert view_in_words(view) == "step 8: 1 worker continues, without 0-b"
-    assert view_in_words({**view, "members": ["1-a", "2-c"], "lost": [], "joined": ["2-c"]}).endswith("continue, with 2-c")
+    assert view_in_words({**view, "members": ["1-a", "2-c"], "lost": [], "joined": ["2-c"]}).endswith(
+        "continue, with 2-c"
+    )
     left = view_in_words({**view, "lost": [], "left": {"0-b": "SIGTERM"}})
     assert left == "step 8: 1 worker continues, without 0-b, which left with SIGTERM"
 

@@ -44,9 +44,7 @@ class PackedSearcher(Searcher):
             ConfigError: the tuner has a `param_space` too.
         """
         if config:
-            raise ConfigError(
-                f"param_space={config} with packed(), which has the space of the members. Leave one out"
-            )
+            raise ConfigError(f"param_space={config} with packed(), which has the space of the members. Leave one out")
         return True
 
     def suggest(self, trial_id: str) -> dict[str, list[Hyperparameters]] | None:
