@@ -27,6 +27,7 @@ from tests.buckets import Process
 from tests.oracles.late import Arrival, train, train_fragments
 from thinwire import (
     AllReduce,
+    CommTimeoutError,
     ConfigError,
     DiLoCo,
     ErrorFeedback,
@@ -727,3 +728,33 @@ def test_a_worker_with_another_rule_is_refused() -> None:
         pytest.raises(MismatchError, match="late='full'"),
     ):
         attach(models[1], optimizers[1], DiLoCo(period=4), rendezvous="memory://rule", elastic=late)
+
+
+@pytest.mark.parametrize("first", [True, LateMerging()])
+def test_an_elastic_worker_and_a_late_one_are_refused_in_one_run(first: bool | LateMerging) -> None:
+    models = [Model(), Model()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=RATE) for model in models]
+    second, url = LateMerging() if first is True else True, f"memory://{secrets.token_hex(8)}"
+    words = ["any number of workers", "rounds that close without late workers"]
+    own, other = words if second is True else reversed(words)
+    with (
+        attach(models[0], optimizers[0], DiLoCo(period=4), rendezvous=url, elastic=first),
+        pytest.raises(ConfigError, match=f"was started for {own}, and another worker of this run for {other}"),
+    ):
+        attach(models[1], optimizers[1], DiLoCo(period=4), rendezvous=url, elastic=second)
+
+
+def test_an_elastic_worker_and_a_late_one_do_not_start_a_run_together() -> None:
+    url = f"memory://{secrets.token_hex(8)}"
+
+    def start(elastic: bool | LateMerging) -> str:
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        # The one that looks first is refused and gone, so that the other one may wait for it in vain.
+        with pytest.raises((ConfigError, CommTimeoutError)) as refused:
+            attach(model, optimizer, DiLoCo(period=4), rendezvous=url, workers=2, elastic=elastic, timeout=3)
+        return str(refused.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        errors = list(pool.map(start, [True, LateMerging()]))
+    assert any("give all workers the same value of elastic" in error for error in errors)

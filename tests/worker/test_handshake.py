@@ -199,10 +199,10 @@ def test_ranks_that_agree_send_one_hash() -> None:
 
 def test_the_first_difference_is_put_in_words() -> None:
     a, b = ("a", "1"), ("b", "1")
-    assert first_difference([a], [("a", "2")], 3) == "a is 1 on rank 0 and 2 on rank 3"
-    assert first_difference([a], [b], 3) == "rank 0 has a where rank 3 has b"
-    assert first_difference([a], [a, b], 3) == "only rank 3 has b"
-    assert first_difference([a, b], [a], 3) == "only rank 0 has b"
+    assert first_difference([a], [("a", "2")], "rank 0", "rank 3") == "a is 1 on rank 0 and 2 on rank 3"
+    assert first_difference([a], [b], "rank 0", "rank 3") == "rank 0 has a where rank 3 has b"
+    assert first_difference([a], [a, b], "rank 0", "rank 3") == "only rank 3 has b"
+    assert first_difference([a, b], [a], "rank 0", "rank 3") == "only rank 0 has b"
 
 
 @pytest.mark.parametrize("texts", [[b"", b"", b""], [b"one", b"", b"three\x00"], [b"", b"x" * 1000, b"y"]])

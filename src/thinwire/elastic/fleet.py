@@ -19,7 +19,7 @@ from thinwire.core.comm.base import Comm
 from thinwire.core.comm.bucket import BucketConnector
 from thinwire.core.comm.liveness import own_row
 from thinwire.core.comm.rendezvous import view_store
-from thinwire.core.comm.roll_call import within
+from thinwire.core.comm.roll_call import Store, within
 from thinwire.core.comm.view_group import GlooConnector
 from thinwire.core.storage.bucket import Bucket, BucketStore
 from thinwire.elastic.elastic_comm import Connector
@@ -27,10 +27,10 @@ from thinwire.elastic.late import LateMerging
 from thinwire.elastic.membership import Membership
 from thinwire.elastic.objects import BucketObjects, Objects, StoreObjects
 from thinwire.elastic.ranks import Ranks
-from thinwire.elastic.records import ViewStore, hidden, run_token
-from thinwire.errors import CommTimeoutError, ConfigError
+from thinwire.elastic.records import hidden, run_token
+from thinwire.errors import CommTimeoutError, ConfigError, MismatchError
 from thinwire.worker.annexes import ElasticOptions
-from thinwire.worker.handshake import gather_texts
+from thinwire.worker.handshake import Facts, first_difference, gather_texts
 
 BEAT_SECONDS = 5.0
 """Between two heartbeats of a worker of a run over a bucket."""
@@ -80,6 +80,23 @@ class Fleet:
         return self.connector.connect_fixed(
             view.epoch, rank, view.size, timeout, lost=self.membership.are_gone, on_close=self.membership.close
         )
+
+    def agree(self, facts: Facts) -> None:
+        """Refuse to train in a run of another model or recipe, or one whose rounds close in another way.
+
+        Raises:
+            MismatchError: with the first difference.
+        """
+        # The number of workers is the one of this moment, and `elastic` does not tell how rounds close.
+        same = [fact for fact in facts if fact[0] not in ("the number of workers", "elastic")]
+        mine = json.dumps([("elastic", str(self.late or True)), *same])
+        theirs = self.membership.facts(mine)
+        if theirs != mine:
+            difference = first_difference(json.loads(theirs), json.loads(mine), "the first worker", "this worker")
+            raise MismatchError(
+                f"worker {self.membership.worker} joins a run that was started otherwise: {difference}. Start all "
+                "workers of a run with the same settings, or give this one another run"
+            )
 
     def publish(self, report: Callable[[], str]) -> None:
         """Let the heartbeats of this worker carry a report."""
@@ -139,13 +156,13 @@ def fleet_from_environment(
     before = _entered[run]
     views = view_store(f"thinwire/elastic/{run}/{before}", store, several=size > 1, timeout=timeout)
     try:
-        token = within(timeout, lambda: run_token(cast(ViewStore, views)))
+        token = within(timeout, lambda: run_token(cast(Store, views)))
     except (RuntimeError, OSError) as error:  # TimeoutError too
         first = (str(error) or "no answer").splitlines()[0][:200]
         raise CommTimeoutError(f"the store of workers does not answer within {timeout:g} s ({first})") from None
     _entered[run] += 1  # not earlier, since a failed entry is repeated
     worker = f"{'group' if rank is None else rank}-{secrets.token_hex(4)}"
-    meets, objects = late is None, StoreObjects(cast(ViewStore, views), token)
+    meets, objects = late is None, StoreObjects(cast(Store, views), token)
     if group is None or group.size == 1:  # a single rank is a worker like any other
         membership = Membership(views, worker, timeout=timeout, token=token, meets=meets)
         connector = GlooConnector(views, lambda name: hidden(token, name))

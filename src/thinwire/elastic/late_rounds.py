@@ -21,12 +21,12 @@ steps of its next round, so that it ends it with the others.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,10 +43,10 @@ from thinwire.core.replica.replica import Replica
 from thinwire.core.storage.tree import from_bytes, to_bytes
 from thinwire.core.view import View
 from thinwire.elastic.closing import Closer, Closing, Contribution, Phase
+from thinwire.elastic.fleet import Fleet
 from thinwire.elastic.late import LateMerging
 from thinwire.elastic.late_saves import Plan, extra_of_newest, find, folder_of, missing, plan, taken_of
-from thinwire.elastic.membership import Membership, RunEndedError
-from thinwire.elastic.objects import Objects
+from thinwire.elastic.membership import RunEndedError
 from thinwire.elastic.sampler import MembershipInterval
 from thinwire.errors import (
     CheckpointError,
@@ -60,7 +60,7 @@ from thinwire.errors import (
 from thinwire.methods.codecs.base import Codec, draw_key
 from thinwire.methods.codecs.feedback import residual_sizes
 from thinwire.worker.checkpoint import check_kind, check_random, restore_random
-from thinwire.worker.handshake import Facts, first_difference
+from thinwire.worker.handshake import Facts
 from thinwire.worker.replica_state import PARTS, check, mapping_of, pack, same_names, unpack
 from thinwire.worker.state import WorkerState
 from thinwire.worker.times import Report
@@ -171,13 +171,14 @@ class LateRounds:
     """The rounds of one worker.
 
     Args:
+        fleet: this worker's way into the run, which it has entered.
         options: when rounds close, and what becomes of late work.
-        membership: of the run, which this worker has entered.
-        objects: carries the contributions.
         timeout: how long to wait without any news of another worker, in seconds.
-        withdraw: takes this worker out of the run.
 
     Attributes:
+        worker_id: the id of this worker.
+        number: its number in the run: its rank at the start, or the next free number if it joins.
+        peers: the ids of the workers that make calls together: this one alone.
         comm: of this worker alone; `comm.meter` counts the bytes of its contributions.
         closings: the closed rounds that this worker has applied.
         costs: empty.
@@ -185,30 +186,26 @@ class LateRounds:
         has_just_joined: False: a worker starts with the state of the run.
     """
 
-    def __init__(
-        self,
-        options: LateMerging,
-        membership: Membership,
-        objects: Objects,
-        *,
-        timeout: float,
-        withdraw: Callable[[], None],
-    ) -> None:
+    def __init__(self, fleet: Fleet, options: LateMerging, *, timeout: float) -> None:
+        membership, objects = fleet.membership, fleet.objects
         first = membership.view
-        assert first is not None, "enter() comes first"
+        assert first is not None and objects is not None, "enter() comes first"
         self.options = options
+        self.worker_id = membership.worker
+        self.peers = (self.worker_id,)
         self.comm: Comm = single_worker()
         self.comm.timeout, self.comm.traffic = timeout, objects.traffic
         self.closings: list[Closing] = []
         self.costs: dict[str, float] = {}
         self.on_view: list[Callable[[View], None]] = []
         self.has_just_joined = False
-        self._membership, self._objects, self._withdraw = membership, objects, withdraw
+        self._fleet, self._membership, self._objects = fleet, membership, objects
         self._first = first
         self._others = {str(rank): _Other(each, first.rows[each]) for rank, each in enumerate(first.members)}
         self._requests, self._served, self._published = 0, 0, 0
         rank = first.rank(membership.worker)
-        self._name = str(first.size + membership.last_request - 1 if rank is None else rank)
+        self.number = first.size + membership.last_request - 1 if rank is None else rank
+        self._name = str(self.number)
         self._others.setdefault(self._name, _Other(membership.worker, membership.row))
         if options.replay and rank is None:
             raise ConfigError("replay: this worker joins a run. All workers of a replay must start it")
@@ -233,22 +230,7 @@ class LateRounds:
     @property
     def joins(self) -> bool:
         """Return True if this worker gets parameters and state from another one."""
-        return self._name != "0"
-
-    @property
-    def number(self) -> int:
-        """This worker's number in the run: its rank at the start, or the next free number if it joins."""
-        return int(self._name)
-
-    @property
-    def worker_id(self) -> str:
-        """The id of this worker."""
-        return self._membership.worker
-
-    @property
-    def peers(self) -> tuple[str, ...]:
-        """The ids of the workers that make calls together: this one alone."""
-        return (self.worker_id,)
+        return self.number > 0
 
     @property
     def worker(self) -> WorkerState:
@@ -269,11 +251,7 @@ class LateRounds:
         Raises:
             MismatchError: with the first difference.
         """
-        mine = json.dumps(facts)
-        theirs = self._membership.facts(mine)
-        if theirs != mine:
-            difference = first_difference(json.loads(theirs), json.loads(mine), int(self._name))
-            raise MismatchError(f"worker {self.worker_id} joins a run that was started otherwise: {difference}")
+        self._fleet.agree(facts)
 
     def begin(self, worker: WorkerState, after_step: Callable[[], None]) -> None:
         """Start with the state of the first worker, or of the one that has closed the last round."""
@@ -292,7 +270,7 @@ class LateRounds:
         if not self.joins:
             self._restart_all(0, map(str, range(self._first.size)))
             self._write_state([f"state/first/{self._first.begins}"])
-        elif int(self._name) < self._first.size:
+        elif self.number < self._first.size:
             self._adopt(f"state/first/{self._first.begins}")
         else:
             self._adopt(f"state/{self._membership.last_request}")
@@ -450,7 +428,7 @@ class LateRounds:
                     f"worker {self.worker_id}, step {worker.step}: its parameters are not finite, and it sends "
                     "nothing. The others continue without it. Lower the learning rate, and start this worker again"
                 )
-            key = self._key(int(self._name), fragment.started, i)
+            key = self._key(self.number, fragment.started, i)
             payloads.append(delta if codec is None else codec.encode(delta, fragment.codec_states[i], key))
         own, now = self._others[self._name], time.monotonic()
         # The link of a worker is as slow as its last upload.
@@ -460,7 +438,7 @@ class LateRounds:
             Contribution(fragment.started, self._name, fragment.tokens, others),
             now - fragment.began,
         )
-        self._put(_Message(own.read, contribution, seconds, float(rate), int(self._name), payloads), leaves=leaves)
+        self._put(_Message(own.read, contribution, seconds, float(rate), self.number, payloads), leaves=leaves)
         end = time.monotonic()
         self._upload_seconds = end - now
         self.comm.meter.waited("contribution", now, now, end, worker.step)
@@ -686,24 +664,22 @@ class LateRounds:
             return
         weights = closing.weights(self.options.late)
         fragment = self._fragments[closing.round % len(self._fragments)]
-        own = [part.x.clone() for part in fragment.parts]
-        for i, (part, point) in enumerate(zip(fragment.parts, fragment.points, strict=True)):
-            mean = torch.zeros_like(_exact(point))
-            for each, message in zip(closing.contributions, messages, strict=True):
-                if weights[each]:
-                    mean.add_(self._decoded(message, part, mean, i), alpha=weights[each])
-            part.x.copy_(mean.add_(point))
-        for r in worker.replicas:
-            r.step = self._step_after(closing.round)
-            # Outer steps may divide by the rate, which must be the same on all workers.
-            r.override_lr(messages[0].lr)
-            try:
-                worker.strategy.after_step(r)
-            finally:
-                r.override_lr(None)
-        fragment.points = [part.x.clone() for part in fragment.parts]
-        for part, x in zip(fragment.parts, own, strict=True):
-            part.x.copy_(x)
+        with _kept(fragment.parts):
+            for i, (part, point) in enumerate(zip(fragment.parts, fragment.points, strict=True)):
+                mean = torch.zeros_like(_exact(point))
+                for each, message in zip(closing.contributions, messages, strict=True):
+                    if weights[each]:
+                        mean.add_(self._decoded(message, part, mean, i), alpha=weights[each])
+                part.x.copy_(mean.add_(point))
+            for r in worker.replicas:
+                r.step = self._step_after(closing.round)
+                # Outer steps may divide by the rate, which must be the same on all workers.
+                r.override_lr(messages[0].lr)
+                try:
+                    worker.strategy.after_step(r)
+                finally:
+                    r.override_lr(None)
+            fragment.points = [part.x.clone() for part in fragment.parts]
         self._set_step(self._step)
         closer.apply(closing, time.monotonic())
         self.closings.append(closing)
@@ -781,14 +757,11 @@ class LateRounds:
         self._publish({**self._common_state(), "late": late}, keys)
 
     def _common_state(self) -> dict[str, Any]:
-        own = [part.x.clone() for each in self._fragments for part in each.parts]
-        for fragment in self._fragments:
-            for part, point in zip(fragment.parts, fragment.points, strict=True):
-                part.x.copy_(point)
-        packed = pack(self.worker, PARTS, keeps=_is_common, inflight=False)
-        for part, x in zip((part for each in self._fragments for part in each.parts), own, strict=True):
-            part.x.copy_(x)
-        return packed
+        with _kept([part for each in self._fragments for part in each.parts]):
+            for fragment in self._fragments:
+                for part, point in zip(fragment.parts, fragment.points, strict=True):
+                    part.x.copy_(point)
+            return pack(self.worker, PARTS, keeps=_is_common, inflight=False)
 
     def _publish(self, state: dict[str, Any], keys: list[str]) -> None:
         name = f"late/state/{self._name}/{self._published}"
@@ -833,28 +806,29 @@ class LateRounds:
             PeerLostError: no worker is left.
             CommTimeoutError: no worker has answered in time.
         """
-        end, content = time.monotonic() + self.comm.timeout, None
-        while content is None:
-            found: Mapping[str, str] | None = self._membership.records.read(key)
-            if found is not None:
-                content = self._objects.get([found["name"]], _STATE_BYTES)[0]
+        end = time.monotonic() + self.comm.timeout
+        while (content := self._named_state(key)) is None:
             self._take_requests()
             others = [each for each in self._others.values() if each.id != self.worker_id]
-            if content is None and all(
-                self._membership.has_ended(each.id, each.row, self._first.epoch) for each in others
-            ):
+            if all(self._membership.has_ended(each.id, each.row, self._first.epoch) for each in others):
                 raise RunEndedError(
                     "the run in this store has ended: all its workers are gone. To start a new run, use another path "
                     "or name"
                 )
-            if content is None and time.monotonic() > end:
+            if time.monotonic() > end:
                 raise CommTimeoutError(
                     f"worker {self.worker_id} got no state of the run within {self.comm.timeout:g} s. Its rounds take "
                     "longer, or it has ended. Use a longer timeout"
                 )
-            time.sleep(0.0 if content is not None else self._membership.poll_seconds)
+            time.sleep(self._membership.poll_seconds)
+        self._take_requests()  # the state may be of a round with workers that have just joined
         packed: dict[str, Any] = from_bytes(torch.frombuffer(bytearray(content), dtype=torch.uint8))
         return packed, packed.pop("late")
+
+    def _named_state(self, key: str) -> bytes | None:
+        """Return the object that a record names; None if one of the two does not exist yet."""
+        found: Mapping[str, str] | None = self._membership.records.read(key)
+        return None if found is None else self._objects.get([found["name"]], _STATE_BYTES)[0]
 
     def _start_from(self, packed: dict[str, Any], round: int, workers: Iterable[str]) -> None:
         """Start all fragments from a common state, with this round open."""
@@ -902,7 +876,7 @@ class LateRounds:
             ConfigError: this worker has taken a step.
             CheckpointError: on all workers: there is no checkpoint, or one is damaged or of another run.
         """
-        if int(self._name) >= self._first.size:
+        if self.number >= self._first.size:
             return extra_of_newest(folder, missing_ok=missing_ok)  # it has joined, with the state of the run
         if self._has_stepped:
             raise ConfigError(
@@ -954,7 +928,7 @@ class LateRounds:
             ("is older than work of it that the newest one contains", found.outdated),
             ("is not continued, since there are fewer workers", found.dropped),
         ):
-            if self._name == "0" and names:
+            if self.number == 0 and names:
                 _LOGGER.warning("the checkpoint of worker %s %s. Its unfinished round is lost", ", ".join(names), why)
         return extra
 
@@ -1080,13 +1054,24 @@ class LateRounds:
 
     def withdraw(self) -> None:
         """Leave a run in which this worker could not start, and take it off the model and the optimizer."""
-        self._withdraw()
+        self._fleet.withdraw()
         if self._worker is not None:
             self._worker.undo.close()
 
     def close(self) -> None:
         """Leave: the others no longer wait for this worker."""
         self._membership.close()
+
+
+@contextmanager
+def _kept(parts: Sequence[Replica]) -> Generator[None]:
+    """Restore these vectors at the end of the block."""
+    own = [part.x.clone() for part in parts]
+    try:
+        yield
+    finally:
+        for part, x in zip(parts, own, strict=True):
+            part.x.copy_(x)
 
 
 def _as_tree(message: _Message) -> dict[str, Any]:

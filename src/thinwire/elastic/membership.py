@@ -5,7 +5,7 @@
     view/EPOCH          a view; written once, by compare-and-set, so that every number has at most one view
     steps/EPOCH         for the run that started as view EPOCH: whether a step was taken, or never will be
     facts/EPOCH         the settings that it was started with
-    fixed/ID            a note that a worker expects a fixed run
+    kind/ID             what kind of run a worker expects, if not one that is elastic: "fixed" or "late"
     step/EPOCH          the number of the last round before the first step of a view with new workers
     next/EPOCH/ID       the progress of a member of view EPOCH - 1 that has finished that view or leaves, or a note
                         that it could not start: it is gone, though its process may run
@@ -43,9 +43,9 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from thinwire.core.comm.liveness import ROW_BYTES, Processes, State, own_row
-from thinwire.core.comm.roll_call import within
+from thinwire.core.comm.roll_call import Store, within
 from thinwire.core.view import Progress, View, is_worker, rows_in
-from thinwire.elastic.records import Records, ViewStore
+from thinwire.elastic.records import Records
 from thinwire.errors import CommError, CommTimeoutError, ConfigError, PeerLostError
 
 T = TypeVar("T")
@@ -56,6 +56,11 @@ _FIRST_BEAT_SECONDS = 0.5  # the longest interval until the run starts, as its w
 _TRIES = 4  # attempts of a joining worker to connect to the others
 _TAKEN, _NONE = "taken", "none"  # whether the run took a step
 _WITHDRAWN = "withdrawn"  # replaces a progress, a request, or an initial worker
+_KINDS = {
+    "elastic": "any number of workers",
+    "fixed": "a fixed number of workers",
+    "late": "rounds that close without late workers",
+}
 
 
 class Membership:
@@ -77,6 +82,8 @@ class Membership:
 
     Attributes:
         view: the current view; None before `enter`.
+        records: the signed records of the run.
+        last_request: the number of this worker's last request to join; 0 if it made none.
         row: the location of this worker's processes, as in `View.rows`.
         on_offer: called with each part of a state that this worker is offered while it waits to join.
         report: returns a text about this worker for `heartbeat`; called by the thread of heartbeats.
@@ -84,7 +91,7 @@ class Membership:
 
     def __init__(
         self,
-        store: ViewStore,
+        store: Store,
         worker: str,
         *,
         timeout: float,
@@ -104,14 +111,15 @@ class Membership:
         self.on_offer: Callable[[str], None] | None = None
         self.report: Callable[[], str] = str
         self._store = store
-        self._records = Records(store, token)
+        self.records = Records(store, token)
         self.row = row or own_row().hex()
         self._follows = bool(rank)
         self._is_group = rank is not None
         self._part = "" if rank is None else f".{rank}"  # in the keys of what each rank of a group has by itself
         self._given_state = state
-        self._beat_seconds, self._poll_seconds = beat_seconds, poll_seconds
+        self._beat_seconds, self.poll_seconds = beat_seconds, poll_seconds
         self._fixed, self._connected, self._meets = fixed, connected, meets
+        self._kind = "fixed" if fixed else "elastic" if meets else "late"
         self._fix = (
             "name it with THINWIRE_RUN"
             if connected
@@ -121,7 +129,7 @@ class Membership:
         self._first_beats: dict[str, bytes] = {}
         self._place: tuple[str, list[str]] | None = None
         self._request_key = ""  # the key of a request that was not served yet
-        self._last_request = 0
+        self.last_request = 0
         self._known_views: dict[int, View] = {}
         self._stepped = False
         self._tries = 0
@@ -150,8 +158,8 @@ class Membership:
             if self._follows:
                 return self._follow(0)
             threading.Thread(target=self._beat, daemon=True, name="thinwire-beat").start()
-            if self._fixed:
-                self._write(f"fixed/{self.worker}", True)
+            if self._kind != "elastic":
+                self._write(f"kind/{self.worker}", self._kind)
             while True:
                 last = self.newest()
                 if last is None or self._restarts(last):
@@ -164,9 +172,9 @@ class Membership:
                         "workers on all machines, leave it out to let workers join later, or use another path"
                     )
                 if last is not None:
-                    self._check_fixed(last.members)
+                    self._check_kind(last.members[:1])  # all of them have checked each other
                 if self._fixed:
-                    time.sleep(self._poll_seconds)
+                    time.sleep(self.poll_seconds)
                     continue
                 # The run has started; if that was just now, another worker had this one's rank.
                 if not self._meets:
@@ -195,7 +203,7 @@ class Membership:
                 absent = [each for each, place in enumerate(places) if not self._runs(place)]
                 if not absent:
                     rows: dict[str, str] = dict(places)
-                    self._check_fixed(rows)
+                    self._check_kind(rows)
                     # Counted after the workers: one may have asked to join before it found that all are gone.
                     asked = self.requests(now=True)
                     self._propose(View(epoch, tuple(rows), rows=rows, requests=asked, begins=epoch))
@@ -207,30 +215,32 @@ class Membership:
                     f"{who}: rank {', '.join(map(str, missing))} of {size} initial workers did not arrive in "
                     f"{self.timeout:g} s"
                 )
-            time.sleep(self._poll_seconds)
+            time.sleep(self.poll_seconds)
         return self._view_of(epoch)
 
-    def _check_fixed(self, workers: Iterable[str]) -> None:
-        """Check that all workers of the run expect a fixed number of workers, or none does.
+    def _check_kind(self, workers: Iterable[str]) -> None:
+        """Check that these workers expect a run of the same kind as this one.
 
         Raises:
-            ConfigError: one of them differs from this worker; without this check, each would train alone.
+            ConfigError: one of them does not; without this check, each would train alone.
         """
-        if not self._connected and any((self._read(f"fixed/{each}") is True) != self._fixed for each in workers):
-            who, others = ("a fixed", "any") if self._fixed else ("any", "a fixed")
-            raise ConfigError(
-                f"worker {self.worker} was started for {who} number of workers, and another worker of this run for "
-                f"{others} number. Set THINWIRE_WORKERS on all machines, or on none, or use another path"
-            )
+        for each in workers:
+            kind = self._read(f"kind/{each}") or "elastic"
+            if kind != self._kind:
+                raise ConfigError(
+                    f"worker {self.worker} was started for {_KINDS[self._kind]}, and another worker of this run for "
+                    f"{_KINDS.get(kind, kind)}. Set THINWIRE_WORKERS on all machines or on none, give all workers the "
+                    "same value of elastic, or use another path"
+                )
 
     def _take_place(self, keys: list[str], own: list[str]) -> None:
         """Become the worker of the first rank of these that no other running worker has."""
         if self._place is not None and self._place[0] in keys and self._read(self._place[0]) == own:
             return
         for key in keys:
-            found = self._do(lambda key=key: self._records.propose(key, own))
+            found = self._do(lambda key=key: self.records.propose(key, own))
             if found != own and (not is_worker(found) or self.state_of(found[0], found[1]) is State.ENDED):
-                found = self._do(lambda key=key, old=found: self._records.propose(key, own, instead_of=old))
+                found = self._do(lambda key=key, old=found: self.records.propose(key, own, instead_of=old))
             if found == own or len(keys) == 1:
                 self._place = key, own
                 return
@@ -257,7 +267,7 @@ class Membership:
         key = f"steps/{last.begins}"
         found = self._read(key)
         if found is None and all(self.is_gone(each, last) for each in last.members):
-            found = self._do(lambda: self._records.propose(key, _NONE))
+            found = self._do(lambda: self.records.propose(key, _NONE))
         return found == _NONE
 
     def is_gone(self, worker: str, view: View) -> bool:
@@ -278,7 +288,7 @@ class Membership:
         """
         assert self.view is not None, "enter() comes first"
         key = f"steps/{self.view.begins}"
-        if not self._stepped and self._do(lambda: self._records.propose(key, _TAKEN)) != _TAKEN:
+        if not self._stepped and self._do(lambda: self.records.propose(key, _TAKEN)) != _TAKEN:
             raise PeerLostError(
                 f"worker {self.worker}: it was considered lost before the first step, and the others have restarted "
                 "the run. Start it again to let it join"
@@ -298,7 +308,7 @@ class Membership:
         with suppress(StoreLostError), self._in_brief:
             if self._place is not None:
                 key, own = self._place
-                self._do(lambda: self._records.propose(key, _WITHDRAWN, instead_of=own))
+                self._do(lambda: self.records.propose(key, _WITHDRAWN, instead_of=own))
             if self._request_key:
                 self._write(self._request_key, _WITHDRAWN)
             last = self.newest()
@@ -343,7 +353,7 @@ class Membership:
                     f"the run in this store did not accept this worker within {self.timeout:g} s: it has ended, or "
                     f"its steps take longer. To start a new run, {self._fix}"
                 )
-            time.sleep(self._poll_seconds)
+            time.sleep(self.poll_seconds)
 
     def _takes_offer(self, number: int, part: int) -> bool:
         """Receive a part of a state if it is offered to this worker, whose request has this number."""
@@ -381,7 +391,7 @@ class Membership:
                         f"worker {self.worker}: the first rank of this group did not enter the run within "
                         f"{3 * self.timeout:g} s. Start all ranks of the group again"
                     )
-                time.sleep(self._poll_seconds)
+                time.sleep(self.poll_seconds)
             epoch += 1
             if view.rank(self.worker) is not None:
                 return self._accept(view)
@@ -397,7 +407,7 @@ class Membership:
         while not isinstance(number := self._read(key), int):
             if self.given_up():
                 raise PeerLostError(f"worker {self.worker}: view {self.view.epoch} ended before its first step")
-            time.sleep(self._poll_seconds)
+            time.sleep(self.poll_seconds)
         return number
 
     def announce_step(self, last_round: int) -> None:
@@ -414,14 +424,14 @@ class Membership:
         assert self.view is not None, "enter() comes first"
         key = f"next/{self.view.epoch + 1}/{self.worker}"
         with suppress(StoreLostError), self._in_brief:
-            self._do(lambda: self._records.propose(key, _WITHDRAWN))
+            self._do(lambda: self.records.propose(key, _WITHDRAWN))
 
     def request(self) -> int:
         """Ask to join; return the number of the request."""
-        number, own = max(self._requests, self._last_request) + 1, [self.worker, self.row]
-        while self._do(lambda key=f"join/{number}": self._records.propose(key, own)) != own:
+        number, own = max(self._requests, self.last_request) + 1, [self.worker, self.row]
+        while self._do(lambda key=f"join/{number}": self.records.propose(key, own)) != own:
             number += 1
-        self._request_key, self._last_request = f"join/{number}", number
+        self._request_key, self.last_request = f"join/{number}", number
         if self._is_group:
             self._write(f"group/{self.worker}", number)
         return number
@@ -444,7 +454,7 @@ class Membership:
     def offer(self, number: int, what: dict[str, str | int]) -> None:
         """Offer a part of a state to the worker of a request."""
         part = 0
-        while self._do(lambda part=part: self._records.propose(self._offer_key(number, part), what)) != what:
+        while self._do(lambda part=part: self.records.propose(self._offer_key(number, part), what)) != what:
             part += 1  # this one is of a donor that was lost since
 
     # -- a change of view ------------------------------------------------------------------------------------------
@@ -486,7 +496,7 @@ class Membership:
                         f"worker {self.worker}: another rank of this group has ended, or has not entered view {epoch}. "
                         "Start all ranks of the group again"
                     )
-                time.sleep(self._poll_seconds)
+                time.sleep(self.poll_seconds)
                 continue
             here = [each for each in before.members if self._has_registered(each, epoch)]
             away = [each for each in before.members if each not in here and self.state(each) is not State.ENDED]
@@ -501,7 +511,7 @@ class Membership:
                     )
                 self._propose(proposal)
                 break
-            time.sleep(self._poll_seconds)
+            time.sleep(self.poll_seconds)
         view = self._view_of(epoch)
         if view.rank(self.worker) is None:
             if not progress.ready:
@@ -584,30 +594,15 @@ class Membership:
     def _count_requests(self) -> None:
         # No counter is used, since a stray write could set it to any number.
         number = self._requests
-        while self._records.read(f"join/{number + 1}") is not None:
+        while self.records.read(f"join/{number + 1}") is not None:
             number += 1
         self._requests = max(number, self._requests)
-
-    @property
-    def last_request(self) -> int:
-        """Return the number of this worker's last request to join; 0 if it made none."""
-        return self._last_request
-
-    @property
-    def poll_seconds(self) -> float:
-        """Return the interval between looks at the store."""
-        return self._poll_seconds
-
-    @property
-    def records(self) -> Records:
-        """Return the signed records of the run."""
-        return self._records
 
     def facts(self, own: str) -> str:
         """Return the settings of the run as its first worker recorded them; `own` if this is the first."""
         assert self.view is not None, "enter() comes first"
         key = f"facts/{self.view.begins}{self._part}"
-        return str(self._do(lambda: self._records.propose(key, own)))
+        return str(self._do(lambda: self.records.propose(key, own)))
 
     # -- who runs --------------------------------------------------------------------------------------------------
 
@@ -726,8 +721,8 @@ class Membership:
 
     def _propose(self, view: View) -> View:
         """Store a view unless its number is taken; return the stored one."""
-        found = View.read(self._do(lambda: self._records.propose(f"view/{view.epoch}", view.content())))
-        self._do(lambda: self._records.hint("epoch", view.epoch))
+        found = View.read(self._do(lambda: self.records.propose(f"view/{view.epoch}", view.content())))
+        self._do(lambda: self.records.hint("epoch", view.epoch))
         return found
 
     def _view(self, epoch: int) -> View | None:
@@ -770,10 +765,10 @@ class Membership:
         return found if isinstance(found, int) else 0
 
     def _read(self, key: str) -> Any:
-        return self._do(lambda: self._records.read(key))
+        return self._do(lambda: self.records.read(key))
 
     def _write(self, key: str, value: object) -> None:
-        self._do(lambda: self._records.write(key, value))
+        self._do(lambda: self.records.write(key, value))
 
     def _do(self, call: Callable[[], T]) -> T:
         """Return the store's answer; a bucket may be out of reach for a while, up to the timeout.
@@ -793,7 +788,7 @@ class Membership:
                 problem = str(error).partition("\n")[0][:200]
             if time.monotonic() >= end:
                 break
-            time.sleep(self._poll_seconds)
+            time.sleep(self.poll_seconds)
         raise StoreLostError(
             f"worker {self.worker}: the store of the worker list cannot be reached ({problem}). This "
             "worker stops, since the others may continue without it"

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
+from thinwire.core.comm.roll_call import Store
 from thinwire.core.storage.bucket import Bucket, Traffic
-from thinwire.elastic.records import Records, ViewStore
+from thinwire.elastic.records import Records
 from thinwire.errors import CommError, CommTimeoutError
 
 _CHUNK_BYTES = 3 << 20  # a value of a TCPStore may have 8 MiB, and base64 adds a third
@@ -92,7 +93,7 @@ class StoreObjects:
         token: the secret of the run.
     """
 
-    def __init__(self, store: ViewStore, token: bytes) -> None:
+    def __init__(self, store: Store, token: bytes) -> None:
         self._store, self._records = store, Records(store, token)
         self.traffic: Traffic | None = None
 

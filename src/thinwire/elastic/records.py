@@ -9,36 +9,14 @@ import json
 import os
 import secrets
 from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
+from thinwire.core.comm.roll_call import Store
 from thinwire.errors import CommError, ConfigError
 
 TOKEN = "THINWIRE_TOKEN"
 _TOKEN_KEY = "token"
 _TRIES = 100
-
-
-class ViewStore(Protocol):
-    """The used methods of a store: a `torch.distributed.Store`, or a `thinwire.core.storage.bucket.BucketStore`.
-
-    A key is written either by `set` or by `compare_set`, never by both.
-    """
-
-    def set(self, key: str, value: str, /) -> None:
-        """Store a value of a key that one worker writes, or whose readers need not see the latest value."""
-        ...
-
-    def get(self, key: str, /) -> bytes:
-        """Return the value of a key that exists."""
-        ...
-
-    def check(self, keys: list[str], /) -> bool:
-        """Return True if all keys have a value."""
-        ...
-
-    def compare_set(self, key: str, expected_value: str, desired_value: str, /) -> bytes:
-        """Store a value if the key has the expected one ("" for none); return the resulting value."""
-        ...
 
 
 class Records:
@@ -63,7 +41,7 @@ class Records:
         (None, [3])
     """
 
-    def __init__(self, store: ViewStore, token: bytes) -> None:
+    def __init__(self, store: Store, token: bytes) -> None:
         self._store = store
         self._token = token
 
@@ -133,7 +111,7 @@ def _canonical(value: object) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def run_token(store: ViewStore) -> bytes:
+def run_token(store: Store) -> bytes:
     """Return the secret of the run in a store: THINWIRE_TOKEN, or one that its first worker draws and publishes there.
 
     Raises:

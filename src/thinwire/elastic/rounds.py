@@ -14,7 +14,6 @@ that may fail, the ranks of a group agree (`_attempt`): a group has the result o
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import os
 import sys
@@ -49,7 +48,7 @@ from thinwire.methods.strategies.base import Strategy, check_workers, nested, st
 from thinwire.methods.strategies.wrapper import Wrapper
 from thinwire.worker import annexes
 from thinwire.worker.guards import rebase
-from thinwire.worker.handshake import Facts, agree, first_difference
+from thinwire.worker.handshake import Facts, agree
 from thinwire.worker.state import WorkerState
 
 T = TypeVar("T")
@@ -79,29 +78,33 @@ class Elastic:
         offered: what this worker was sent of the others' state before it was taken in.
 
     Attributes:
+        worker_id: of this worker, among the members of views.
+        comm: of the worker.
         view: the current view.
+        peers: the ids of the workers that take part in the calls that this one makes now, in the order of ranks.
+        has_just_joined: whether this worker has joined a run without a step yet; its calls reach no other worker.
         costs: the losses in changes of view so far, by name, such as push-sum weight.
         on_view: called with each new view, on every worker in it.
     """
 
     def __init__(self, fleet: Fleet, comm: ElasticComm, offered: Offered) -> None:
         assert fleet.membership.view is not None
+        self.worker_id, self.comm = fleet.membership.worker, comm
         self.view: View = fleet.membership.view
         self.costs: dict[str, float] = {}
         self.on_view: list[Callable[[View], None]] = []
         self._fleet = fleet
         self._membership = fleet.membership
         self._connector = fleet.connector
-        self._comm = comm
         self._round = 0
         self._done = True
         self._requests = 0
         self._size = 0 if self.view.progress else self.view.size  # of the last view that was opened; 0 of none yet
-        self._peers = self.view.members
+        self.peers = self.view.members
         self._stepping = False
         self._whole: Comm | None = None  # of the whole view, while calls between two steps go to a part of it
         self._part: Comm | None = None
-        self._has_just_joined = False
+        self.has_just_joined = False
         self._entered_round = 0
         self._averages: tuple[tuple[int, int], ...] = ()  # the last two, as `Progress` has them
         self._opens_at: int | None = None
@@ -137,11 +140,6 @@ class Elastic:
             self.view = self._membership.change(Progress(0, done=True, step=0, ready=False), problem=problem)
 
     @property
-    def comm(self) -> ElasticComm:
-        """Of the worker."""
-        return self._comm
-
-    @property
     def joins(self) -> bool:
         """Return True if this worker comes to a run that has begun, and has no state of it yet."""
         return self._size == 0
@@ -153,14 +151,8 @@ class Elastic:
             MismatchError: with the first difference.
         """
         if not self.joins:
-            agree(self._comm, facts, device)
-        mine = json.dumps([fact for fact in facts if fact[0] != "the number of workers"])
-        theirs = self._membership.facts(mine)
-        if theirs != mine:
-            difference = first_difference(json.loads(theirs), json.loads(mine), self._comm.rank)
-            raise MismatchError(
-                f"worker {self._membership.worker} joins a run that was started otherwise: {difference}"
-            )
+            agree(self.comm, facts, device)
+        self._fleet.agree(facts)
 
     def gradients(self, exchange: Callable[[], None]) -> None:
         """Run the exchange of a backward pass, again where a worker was lost in it."""
@@ -200,7 +192,7 @@ class Elastic:
         while True:
             self._open_again()
             if not (problem := self._attempt(lambda: self._receive_round(after_step))):
-                self._has_just_joined = True
+                self.has_just_joined = True
                 self.worker.shards.write()
                 return
             # Without a part in the run it is not a member of the next view, and asks to join again.
@@ -289,7 +281,7 @@ class Elastic:
         self._stepping = False
         step, ended = self.worker.step, False
         # Also values that a view set before this round, since only some workers may have opened it.
-        self._comm.step = step
+        self.comm.step = step
         if self._opens_at is not None:
             if step >= self._opens_at:
                 self._open_again()
@@ -330,8 +322,8 @@ class Elastic:
 
     def _admit(self, arrivals: Arrivals) -> None:
         """Before a round: take in those that have the state in which it began."""
-        self._comm.timeout = self._membership.timeout  # the one that sends waits until all has arrived
-        if problem := self._attempt(lambda: arrivals.agree(self._comm)):
+        self.comm.timeout = self._membership.timeout  # the one that sends waits until all has arrived
+        if problem := self._attempt(lambda: arrivals.agree(self.comm)):
             self._change(problem, [], repeats=False)
             return
         if self._ranks is not None:
@@ -357,14 +349,14 @@ class Elastic:
             finally:
                 for r in self.worker.replicas:
                     r.samples = 1.0
-                self._comm.round = ""
+                self.comm.round = ""
         self._newcomers.clear()
-        self._comm.silent = frozenset()
+        self.comm.silent = frozenset()
 
     def _end_arrival(self) -> None:
         """End the round to which new workers did not contribute; they take part from the next step on."""
         self._newcomers.clear()
-        self._comm.silent = frozenset()
+        self.comm.silent = frozenset()
 
         def hold() -> None:
             self.worker.wait_pending()
@@ -397,19 +389,19 @@ class Elastic:
             self._membership.given_up,
         )
         self._release_part()
-        self._whole, self._part, self._peers = self._comm.comm, part, members
-        self._comm.use(part)
+        self._whole, self._part, self.peers = self.comm.comm, part, members
+        self.comm.use(part)
 
     def start_step(self) -> None:
         """Call before the first message of a step: from here on all members of the view take part."""
         self._stepping = True
         if self._whole is None:
             return
-        self._comm.use(self._whole)
-        self._whole, self._peers = None, self.view.members
+        self.comm.use(self._whole)
+        self._whole, self.peers = None, self.view.members
         self._requests = 0  # of which only a part of the view knows
-        if self._has_just_joined:
-            self._has_just_joined, self._round = False, self._entered_round
+        if self.has_just_joined:
+            self.has_just_joined, self._round = False, self._entered_round
             self._averages = ((self._round, self.worker.step),)
         else:
             self._membership.announce_step(self._round)
@@ -420,19 +412,9 @@ class Elastic:
             self._connector.disconnect(self._part)
             self._part = None
 
-    @property
-    def peers(self) -> tuple[str, ...]:
-        """The ids of the workers that take part in the calls that this one makes now, in the order of ranks."""
-        return self._peers
-
-    @property
-    def has_just_joined(self) -> bool:
-        """Return True if this worker has joined a run without a step yet; its calls reach no other worker."""
-        return self._has_just_joined
-
     def drop_newcomers(self) -> None:
         """Let workers that have not begun yet ask to join again; the members that were here before call it together."""
-        if self._whole is not None and not self._has_just_joined:
+        if self._whole is not None and not self.has_just_joined:
             self._change("the state has changed", [], repeats=False)
 
     def together(self, body: Callable[[], T], *, sends: bool = True) -> T:
@@ -493,7 +475,7 @@ class Elastic:
 
             def attempt(kept: list[_Kept] = kept) -> None:
                 nonlocal result
-                messages = self._comm.meter.messages
+                messages = self.comm.meter.messages
                 if ends:
                     self._round, self._done = self._round + 1, False
                 result = body()
@@ -504,7 +486,7 @@ class Elastic:
                         for r, before in zip(self.worker.replicas, kept, strict=True)
                         for name, work in before.inflight.items()
                     )
-                    sent = sends or arrived or self._comm.meter.messages > messages
+                    sent = sends or arrived or self.comm.meter.messages > messages
                     self._end_round(sent, uses if arrived or not delayed else None)
 
             if not (problem := self._attempt(attempt)):
@@ -519,12 +501,12 @@ class Elastic:
 
     def _end_round(self, sent: bool, uses: int | None) -> None:
         self._done = True
-        if self._comm.size > 1 and not sent:
+        if self.comm.size > 1 and not sent:
             self._round -= 1  # so it was on all ranks
             return
         if uses is not None:
             self._averages = (*self._averages[-1:], (self._round, uses))
-        if self._comm.size == 1:
+        if self.comm.size == 1:
             self._requests = self._membership.requests()
         else:
             self.confirm()
@@ -532,14 +514,14 @@ class Elastic:
     def confirm(self) -> None:
         """Tell all others that this worker has the round's result, and wait until all have it."""
         mine = torch.tensor(
-            [self._round, self._membership.requests()], dtype=torch.int64, device=self._comm.check_device
+            [self._round, self._membership.requests()], dtype=torch.int64, device=self.comm.check_device
         )
-        rows = self._comm.confirm(mine).wait()
+        rows = self.comm.confirm(mine).wait()
         if self._whole is None:
             self._release_part()  # all have begun a step since
         now = time.monotonic()
         self._patience.record(now - self._round_ended)
-        self._round_ended, self._comm.timeout = now, self._patience.seconds
+        self._round_ended, self.comm.timeout = now, self._patience.seconds
         self._requests = max(int(row[1]) for row in rows)
 
     def _steps_in_average(self, step: int) -> int | None:
@@ -650,7 +632,7 @@ class Elastic:
             # The known join requests may differ between survivors.
             self._requests = 0
             self._disconnect()
-            self._comm.round = ""
+            self.comm.round = ""
             if self._neighbours:
                 # The proposer accepts requests that any survivor knows, so that no worker must ask for a view again.
                 requests = self._membership.requests(now=True)
@@ -694,8 +676,8 @@ class Elastic:
         )
 
     def _connect(self, view: View) -> None:
-        self._comm.size = view.size
-        rank = view.rank(self._membership.worker)
+        self.comm.size = view.size
+        rank = view.rank(self.worker_id)
         assert rank is not None
         comm = self._connector.connect(
             view.epoch,
@@ -704,19 +686,19 @@ class Elastic:
             self._membership.timeout,
             self._membership.given_up,
         )
-        self._comm.use(comm)
-        self.view, self._peers = view, view.members
+        self.comm.use(comm)
+        self.view, self.peers = view, view.members
         # A joining worker must be prepared first, which no earlier round has measured.
-        self._comm.timeout = self._membership.timeout
+        self.comm.timeout = self._membership.timeout
         if view.joined:
             self._newcomers = set(view.joined) if view.donor else set()
         self._newcomers &= set(view.members)
-        self._comm.silent = frozenset(view.members.index(each) for each in self._newcomers)
+        self.comm.silent = frozenset(view.members.index(each) for each in self._newcomers)
 
     def _open_again(self) -> None:
         """Continue the strategy with the workers of the view; if one is lost meanwhile, in the next view."""
         while True:
-            check_workers(self.worker.strategy, self._comm.size)
+            check_workers(self.worker.strategy, self.comm.size)
             if not (problem := self._attempt(self._open_view)):
                 for call in self.on_view:
                     call(self.view)
@@ -724,7 +706,7 @@ class Elastic:
             self._next_view(problem, None)
 
     def _open_view(self) -> None:
-        strategy, comm = self.worker.strategy, self._comm
+        strategy, comm = self.worker.strategy, self.comm
         self._hand_over()
         comm.step = self.worker.step
         with torch.no_grad():
@@ -750,11 +732,11 @@ class Elastic:
         new = [rank for rank, each in enumerate(self.view.members) if each not in there]
         step = max(each.step for each in there.values())
         source = next(each for each in there if there[each].step == step)
-        self._comm.step = step
+        self.comm.step = step
         if not self._newcomers:
             hand_over(self.worker, new, self.view.members.index(source))
             return
-        if self._membership.worker in self._newcomers:
+        if self.worker_id in self._newcomers:
             self._offered.unpack(self.worker, self.view)
         elif self._arrivals is not None:
             self._arrivals.finish(self.worker, [self.view.members.index(each) for each in self._newcomers])
@@ -763,11 +745,6 @@ class Elastic:
     def _has_newcomers(self) -> bool:
         """Return True if members of the view need the state of the others."""
         return self.view.epoch > self.view.begins and len(self.view.ready) < self.view.size
-
-    @property
-    def worker_id(self) -> str:
-        """Of this worker, among the members of views."""
-        return self._membership.worker
 
     def crews(self) -> list[MembershipInterval]:
         """Return the members by step; the same list on all workers, also on those that joined later."""
@@ -801,7 +778,7 @@ class Elastic:
     def close(self) -> None:
         """Leave: the others' next call finds this worker gone."""
         self._report_lost_rank()
-        if self._whole is not None and not self._has_just_joined and not self._membership.has_left:
+        if self._whole is not None and not self.has_just_joined and not self._membership.has_left:
             self._membership.give_up_view()  # new workers wait for a step that does not come
         self._membership.close()
         if self._arrivals is not None:
@@ -820,12 +797,12 @@ class Elastic:
 
     def _disconnect(self) -> None:
         """Close all connections, so that the waits of all others in this view fail."""
-        self._connector.disconnect(self._comm.comm)
+        self._connector.disconnect(self.comm.comm)
         self._release_part()
         if self._whole is not None:
             self._connector.disconnect(self._whole)
             self._whole = None
-        self._has_just_joined = False
+        self.has_just_joined = False
 
     def withdraw(self) -> None:
         """Leave a run in which this worker could not start, and take it off the model and the optimizer."""
@@ -857,17 +834,12 @@ def enter(
     fleet = fleet_from_environment(late=late, timeout=timeout, group=group) if entering else elastic
     if not isinstance(fleet, Fleet):
         raise ConfigError(f"elastic={fleet!r}: must be True, False, LateMerging() or a thinwire.elastic.fleet.Fleet")
-    if fleet.late is not None and fleet.objects is not None:
-        try:
-            fleet.membership.enter(fleet.rank, fleet.size)
-        except BaseException:
-            fleet.withdraw()
-            raise
-        return LateRounds(fleet.late, fleet.membership, fleet.objects, timeout=timeout, withdraw=fleet.withdraw)
     offered = Offered(fleet.membership, fleet.connector)
     fleet.membership.on_offer = offered.take
     try:
         fleet.membership.enter(fleet.rank, fleet.size)
+        if fleet.late is not None:
+            return LateRounds(fleet, fleet.late, timeout=timeout)
         views = Elastic(fleet, ElasticComm(timeout=timeout), offered)
         views.connect()
     except BaseException:

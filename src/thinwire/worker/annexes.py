@@ -188,48 +188,16 @@ def register(*, chooser: Callable[[], Chooser], enter: Callable[[], Enter], open
     _registered.update(chooser=chooser, enter=enter, open_run=open_run)
 
 
-def choose_strategy(
-    optimizer: Optimizer, named: Mapping[str, nn.Parameter], comm: Comm
-) -> tuple[Strategy, Watch | None]:
-    """Choose a strategy for these ranks, which have agreed that all ask for one.
-
-    Returns:
-        The strategy, and what to call with the worker once it is attached; None for nothing.
-    """
-    chooser: Chooser = _registered["chooser"]()
-    return chooser(optimizer, named, comm)
+def chooser() -> Chooser:
+    """Return the planner's chooser, which all ranks call after they have agreed that all ask for it."""
+    return _registered["chooser"]()
 
 
-def enter_run(elastic: Literal[True] | Fleet | ElasticOptions, timeout: float, group: Comm | None = None) -> Elastic:
-    """Enter an elastic run, and connect with the workers of its current view.
-
-    Args:
-        elastic: which run.
-        timeout: the limit of each wait, in seconds.
-        group: the ranks of this worker, if it is a group.
-
-    Raises:
-        ConfigError: the environment names no store that outlives the workers.
-        CommError: the other workers did not come, or do not accept this worker.
-    """
-    enter: Enter = _registered["enter"]()
-    return enter(elastic, timeout, group)
+def enter() -> Enter:
+    """Return the function that enters an elastic run, and connects with the workers of its current view."""
+    return _registered["enter"]()
 
 
-def open_run(
-    url: str,
-    *,
-    key: str | None,
-    workers: int | None,
-    elastic: bool | ElasticOptions,
-    timeout: float,
-    group: Comm | None,
-) -> tuple[Fleet, bool]:
-    """Open the run at the URL of a bucket; returns this worker's entry, and whether the run is fixed.
-
-    Raises:
-        ConfigError: a setting is invalid, or the store or the key cannot be used.
-        CommError: the store cannot be reached.
-    """
-    opener: OpenRun = _registered["open_run"]()
-    return opener(url, key=key, workers=workers, elastic=elastic, timeout=timeout, group=group)
+def open_run() -> OpenRun:
+    """Return the function that opens a run in a bucket."""
+    return _registered["open_run"]()

@@ -22,7 +22,8 @@ from thinwire.methods.strategies.base import Strategy, pace_rule
 from thinwire.methods.strategies.gradients.all_reduce import AllReduce
 from thinwire.registry import canonical
 from thinwire.tensor2d.mesh import Mesh3D
-from thinwire.worker.annexes import Elastic, ElasticOptions, Fleet, choose_strategy, enter_run, open_run
+from thinwire.worker import annexes
+from thinwire.worker.annexes import Elastic, ElasticOptions, Fleet
 from thinwire.worker.compatibility import (
     check_arguments,
     check_bucket,
@@ -180,6 +181,7 @@ def attach(
         check_bucket(elsewhere[1:], automatic=automatic, scaled=scaled, find_unused=find_unused)
         own_ranks = _ranks_of(group, timeout)
         asked = options or bool(elastic)
+        open_run = annexes.open_run()
         fleet, is_fixed = open_run(url, key=key, workers=workers, elastic=asked, timeout=timeout, group=own_ranks)
         try:
             check_carried(strategy, fleet.request_seconds)
@@ -207,7 +209,7 @@ def attach(
             others = comm, mesh
             check_elastic(strategy, optimizer, others, scaled=scaled, find_unused=find_unused, grouped=grouped)
             own_ranks = _ranks_of(group, timeout)
-        views = enter_run(elastic, timeout, own_ranks)
+        views = annexes.enter()(elastic, timeout, own_ranks)
         comm = views.comm
     with _leaving_on_failure(views) as on_failure:
         given = mesh.data if mesh is not None else comm
@@ -237,7 +239,7 @@ def attach(
         else:
             views.agree(facts, device)
         if automatic:
-            strategy, watch = choose_strategy(optimizer, named, comm)
+            strategy, watch = annexes.chooser()(optimizer, named, comm)
         state = WorkerState(model, optimizer, strategy, comm, seed=seed)
         if given is None:
             state.undo.callback(comm.disconnect)  # the last of all, as `undo` runs callbacks in reverse

@@ -46,7 +46,7 @@ def agree(comm: Comm, facts: Facts, device: torch.device, *, how: str = "were st
         return
     texts = gather_texts(comm, text, device)
     other = next(rank for rank, their in enumerate(texts) if their != texts[0])
-    difference = first_difference(json.loads(texts[0]), json.loads(texts[other]), other)
+    difference = first_difference(json.loads(texts[0]), json.loads(texts[other]), "rank 0", f"rank {other}")
     raise MismatchError(f"{both(comm, 0, other)} {how}: {difference}")
 
 
@@ -97,15 +97,15 @@ def hash_of(x: Tensor) -> Tensor:
     return weights.to(sums.device).mul_(sums).sum()
 
 
-def first_difference(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]], other: int) -> str:
-    """Describe the first fact in which rank 0 (`mine`) and another rank (`theirs`) differ."""
+def first_difference(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]], me: str, them: str) -> str:
+    """Describe the first fact in which two workers differ; `me` and `them` are their names, such as "rank 0"."""
     for (name, value), (other_name, other_value) in zip(mine, theirs, strict=False):
         if name != other_name:
-            return f"rank 0 has {name} where rank {other} has {other_name}"
+            return f"{me} has {name} where {them} has {other_name}"
         if value != other_value:
-            return f"{name} is {value} on rank 0 and {other_value} on rank {other}"
-    longer, rank = (mine, 0) if len(mine) > len(theirs) else (theirs, other)
-    return f"only rank {rank} has {longer[min(len(mine), len(theirs))][0]}"
+            return f"{name} is {value} on {me} and {other_value} on {them}"
+    longer, who = (mine, me) if len(mine) > len(theirs) else (theirs, them)
+    return f"only {who} has {longer[min(len(mine), len(theirs))][0]}"
 
 
 def facts_of(

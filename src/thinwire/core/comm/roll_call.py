@@ -24,10 +24,13 @@ _NAMED_SECONDS = 10.0  # for live ranks, which may compute for a while before th
 
 
 class Store(Protocol):
-    """The methods of a rendezvous store that are used: a table of keys and values, shared by all ranks."""
+    """The used methods of a store: a `torch.distributed.Store`, or a `thinwire.core.storage.bucket.BucketStore`.
+
+    A key is written either by `set` or by `compare_set`, never by both.
+    """
 
     def set(self, key: str, value: str, /) -> None:
-        """Store a value."""
+        """Store a value of a key that one worker writes, or whose readers need not see the latest value."""
         ...
 
     def get(self, key: str, /) -> bytes:
