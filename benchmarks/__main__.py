@@ -17,8 +17,8 @@ from pathlib import Path
 
 from benchmarks import coreset, stragglers, turns
 from benchmarks.paired import Row, show
-from thinwire.core.statistics import ratios
 from thinwire.lab.emulate import available
+from thinwire.lab.report.statistics import ratios
 from thinwire.lab.runs import Comparison, compare, resolve
 
 WORKERS = 4

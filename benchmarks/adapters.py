@@ -25,8 +25,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from thinwire import AdapterArray, adapters
 from thinwire.arrays.fusion import AdamW, Each, keep_memory, measuring
-from thinwire.core.peak_memory import PeakMemory
-from thinwire.core.statistics import ratios
+from thinwire.lab.report.statistics import ratios
+from thinwire.planning.plan.peak_memory import PeakMemory
 
 _TURN_SECONDS = 5e-3
 # Hidden size, layers; the base of 25 million parameters is the last.

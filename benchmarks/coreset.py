@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.paired import Row, show
-from thinwire.core.statistics import ratios, spread
+from thinwire.lab.report.statistics import ratios, spread
 
 Found = dict[str, Any]
 FEATURES = 64

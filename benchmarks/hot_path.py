@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 import thinwire
 from benchmarks.paired import Step, Turns, run_in_turns, start, take_turns
-from thinwire.core.statistics import ratios, spread
+from thinwire.lab.report.statistics import ratios, spread
 
 _FED_BACK = "ErrorFeedback(Nearest(bits=4))"
 RECIPES = (

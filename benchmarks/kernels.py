@@ -29,7 +29,7 @@ from thinwire.core.kernels import adaptive
 from thinwire.core.kernels.base import compiled
 from thinwire.core.kernels.reference import adaptive as by_torch
 from thinwire.core.kernels.reference import chunks, largest, quantized, rounded, signs, sketched
-from thinwire.core.statistics import ratios
+from thinwire.lab.report.statistics import ratios
 
 Work = Callable[[], object]
 

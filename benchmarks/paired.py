@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.core.statistics import ratios, spread
 from thinwire.lab.emulate import Network, parse_links, run_workers
+from thinwire.lab.report.statistics import ratios, spread
 
 Step = Callable[[], None]
 Row = tuple[str, ...]

@@ -22,8 +22,8 @@ import torch.distributed as dist
 import thinwire
 from benchmarks.paired import Row, run_ranks, show, start
 from thinwire.asynchronous.quorum.rules import Reduction
-from thinwire.core.statistics import ratios, spread
 from thinwire.lab.emulate import Straggler
+from thinwire.lab.report.statistics import ratios, spread
 
 WORKERS = 4
 STEPS = 40

@@ -38,9 +38,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from benchmarks.paired import Row, Step, Turns, run_in_turns, show, start, take_turns, together
-from thinwire.core.statistics import ratios, spread
 from thinwire.lab import tasks
 from thinwire.lab.emulate import available
+from thinwire.lab.report.statistics import ratios, spread
 from thinwire.worker.worker import internals_of
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.race.racers import BUDGET, LATER_LOCAL, LOCALS, SIZES, Racer, ddp_of, named, of_task
 from benchmarks.race.results import curve_of, final, loss_until, result, steps_to, targets
 from reproductions.shared.committed import Fields
-from thinwire.core.statistics import Spread, spread
+from thinwire.lab.report.statistics import Spread, spread
 
 NOT_RUN = "not run"
 # An eighth of what DDP sends in the budget.

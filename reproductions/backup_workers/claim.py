@@ -14,8 +14,8 @@ from reproductions.backup_workers.race import Delays, Race, Ran, run_race
 from reproductions.backup_workers.tuning import Tuned, best_of, search_rate
 from reproductions.shared.claims import Attempt, Claim, Outcome, Result, at_least
 from thinwire import BackupWorkers, ParameterServer, Strategy
-from thinwire.core.statistics import ratios, spread
 from thinwire.lab.emulate import Straggler
+from thinwire.lab.report.statistics import ratios, spread
 from thinwire.lab.tasks import Task, load
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from reproductions.shared.claims import Attempt, Claim, Outcome, Result, judged
 from reproductions.shared.curves import Choice
 from reproductions.shared.threads import Schedule, train_on_threads
 from thinwire import Ring
-from thinwire.core.statistics import spread
+from thinwire.lab.report.statistics import spread
 from thinwire.lab.tasks import Evaluation, load
 
 WORKERS = 8

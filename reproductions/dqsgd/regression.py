@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from reproductions.dqsgd.thread_runs import PATIENCE_SECONDS
+from reproductions.dqsgd.weights import error_weights
 from thinwire import DQSGD, Comm, ErrorBound, attach, run_threads
 from thinwire.lab.tasks import Task
 from thinwire.lab.tasks.data.examples import ExampleSet
 from thinwire.methods.strategies.gradients.bit_rules import BitLedger
-from thinwire.methods.strategies.gradients.bits import contraction, error_weights, fewest_bits, square_of
+from thinwire.methods.strategies.gradients.bits import contraction, fewest_bits, square_of
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from reproductions.hfta.pictures import difference_picture, pace_picture
 from reproductions.hfta.training import WAYS, Pace, Paces, in_turns, ratios, speedup
 from reproductions.hfta.workloads import Workload, every
 from reproductions.shared.claims import Attempt, Claim, Outcome, Result, at_least, judged
-from thinwire.core.statistics import spread
+from thinwire.lab.report.statistics import spread
 
 LEAST_SPEEDUP = 2.4
 MOST_ROUNDINGS, MOST_DIFFERENCE = 10, 1e-6

@@ -25,7 +25,7 @@ from reproductions.local_vs_minibatch.grid import (
 from reproductions.local_vs_minibatch.pictures import heterogeneity_picture, rounds_picture
 from reproductions.local_vs_minibatch.thread_runs import largest_difference
 from reproductions.shared.claims import Attempt, Claim, Result, judged
-from thinwire.core.statistics import differences
+from thinwire.lab.report.statistics import differences
 from thinwire.methods.strategies.wrappers.heterogeneity import recommend
 
 _TOLERANCE = 1e-9

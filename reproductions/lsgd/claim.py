@@ -18,7 +18,7 @@ from reproductions.lsgd.pictures import completion_picture, leaders_picture, los
 from reproductions.shared.claims import Attempt, Claim, Outcome, Result, at_most, emulated, judged
 from reproductions.shared.curves import Curve, curves_of
 from thinwire import EASGD, LeaderGradientDescent, LeaderSGD
-from thinwire.core.statistics import spread
+from thinwire.lab.report.statistics import spread
 from thinwire.lab.runs import load
 
 PERIOD = 8

@@ -13,8 +13,8 @@ from reproductions.onebit_lamb.pictures import loss_picture, pace_picture
 from reproductions.onebit_lamb.stages import Stages, stages_of, step_seconds, volume_by_formula
 from reproductions.shared.claims import Attempt, Claim, Outcome, Result, at_least, at_most, judged
 from reproductions.shared.curves import Curve, curves_of
-from thinwire.core.statistics import ratios
 from thinwire.lab.emulate import available
+from thinwire.lab.report.statistics import ratios
 from thinwire.lab.runs import Comparison, resolve
 
 LAMB, OURS, FORGETFUL = "LAMB", "1-bit LAMB", "1-bit LAMB without error feedback"

@@ -30,7 +30,7 @@ from reproductions.optimus.scaling import (
 from reproductions.optimus.transformer_layers import SCHEMES, Scheme, Stem
 from reproductions.optimus.worker import Race
 from reproductions.shared.claims import Attempt, Claim, Outcome, Result, at_least, at_most, emulated, judged
-from thinwire.core.statistics import ratios, spread
+from thinwire.lab.report.statistics import ratios, spread
 
 LINK = "1gbit"
 MEMORY_TOLERANCE = 0.1

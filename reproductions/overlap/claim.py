@@ -11,7 +11,7 @@ from reproductions.overlap.pictures import loss_picture, waiting_picture
 from reproductions.shared.claims import Attempt, Claim, Result, at_least, at_most, emulated, ended, judged
 from reproductions.shared.threads import Schedule, train_on_threads
 from thinwire import parse
-from thinwire.core.statistics import ratios, spread
+from thinwire.lab.report.statistics import ratios, spread
 from thinwire.lab.runs import Comparison
 from thinwire.lab.runs.folder import Fields
 from thinwire.lab.tasks import Task, load

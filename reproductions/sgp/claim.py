@@ -14,7 +14,7 @@ from reproductions.sgp.pictures import loss_picture, pace_picture
 from reproductions.sgp.trials import UNLIKE, UNLIKE_WORKERS, Unlike, race_loss, unlike
 from reproductions.shared.claims import Attempt, Claim, Outcome, Result, at_most, emulated, weakest
 from reproductions.shared.curves import Choice, Curve, curves_of
-from thinwire.core.statistics import spread
+from thinwire.lab.report.statistics import spread
 from thinwire.lab.runs import Settings, resolve
 from thinwire.registry import recipe_classes
 

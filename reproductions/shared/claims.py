@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from thinwire import ConfigError, NonFiniteError
 from thinwire._version import __version__
-from thinwire.core.statistics import spread
 from thinwire.core.storage.files import write_atomically
 from thinwire.lab.emulate import available
+from thinwire.lab.report.statistics import spread
 from thinwire.lab.runs import Comparison, Settings, compare, launch, resolve
 from thinwire.lab.runs.defaults import check_recipe
 from thinwire.lab.runs.folder import Fields

@@ -11,7 +11,7 @@ from reproductions.shared.claims import Attempt, Claim, Outcome, Result, at_most
 from reproductions.shared.committed import Records
 from reproductions.slowmo.pictures import loss_picture, tuning_picture
 from reproductions.slowmo.steps import Figures, Plan, Progress, Run, Runs, Trial, best, kept, tuned
-from thinwire.core.statistics import ratios, spread
+from thinwire.lab.report.statistics import ratios, spread
 from thinwire.lab.runs import Comparison
 from thinwire.lab.tasks import load
 

@@ -231,9 +231,9 @@ class Plan(ModelOptions):
         return None if self.doctor is None else read_examination(self.doctor)
 
     def _network(self, seen: Examination | None, workers: int) -> Network:
-        from thinwire.core.quantities import parse_duration
         from thinwire.lab.emulate import parse_links
         from thinwire.planning.plan.networks import LATENCY, check_entries, network_of_links
+        from thinwire.planning.quantities import parse_duration
         from thinwire.planning.simulate import load_network
 
         if self.published is not None and self.link is not None:

@@ -3,8 +3,8 @@
 
 from dataclasses import dataclass
 
-from thinwire.core.quantities import in_unit, parse_duration, parse_rate, split_rank
 from thinwire.errors import ConfigError
+from thinwire.planning.quantities import in_unit, parse_duration, parse_rate, split_rank
 
 SLOWEST = 1e4
 FASTEST = 1e11

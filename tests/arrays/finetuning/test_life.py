@@ -30,7 +30,7 @@ from thinwire import CheckpointError, ConfigError
 from thinwire.arrays import adapters
 from thinwire.arrays.finetuning import measure_capacity
 from thinwire.arrays.fusion import SGD, AdamW, Each, Schedules
-from thinwire.core.peak_memory import PeakMemory
+from thinwire.planning.plan.peak_memory import PeakMemory
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore::{kind}:{library}")

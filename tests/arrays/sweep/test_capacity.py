@@ -19,8 +19,8 @@ from thinwire.arrays.sweep.sweeping import Progress, capacity_for, sweep
 from thinwire.arrays.sweep.training import TrialArray
 from thinwire.arrays.sweep.trials import FUSIBLE, Trial, partition
 from thinwire.cli import main
-from thinwire.core.peak_memory import PeakMemory
 from thinwire.errors import ConfigError
+from thinwire.planning.plan.peak_memory import PeakMemory
 
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")

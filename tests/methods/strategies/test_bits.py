@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reproductions.dqsgd.weights import error_weights, survivals
 from tests.rules import refusals
 from thinwire.methods.strategies.gradients.bit_rules import (
     BitBudget,
@@ -25,10 +26,8 @@ from thinwire.methods.strategies.gradients.bits import (
     best_bits,
     contraction,
     error_of,
-    error_weights,
     fewest_bits,
     levels_of,
-    survivals,
 )
 
 SQUARES = [10.0 * 0.93**t * (1 + 0.3 * (-1) ** t) for t in range(60)]

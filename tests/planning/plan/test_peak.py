@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import thinwire
-from thinwire.core.peak_memory import PeakMemory
 from thinwire.methods.strategies.recipe import parse
 from thinwire.planning.plan import explain
+from thinwire.planning.plan.peak_memory import PeakMemory
 
 HEADLINE = "OverlapLocalSGD(period=2, codec=ErrorFeedback(Nearest(bits=4)))"
 LOCAL = "LocalSGD(period=2, codec=ErrorFeedback(Nearest(bits=4)))"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from thinwire import ConfigError
-from thinwire.core.quantities import parse_rank
+from thinwire.planning.quantities import parse_rank
 from thinwire.planning.simulate.network import load_network, read_network
 
 

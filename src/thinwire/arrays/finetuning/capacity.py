@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from thinwire.arrays.finetuning.array import AdapterArray
 from thinwire.arrays.fusion.optimizers import AdamW, FusedOptimizer
-from thinwire.core.peak_memory import PeakMemory
 from thinwire.core.validation import check_range
+from thinwire.planning.plan.peak_memory import PeakMemory
 
 
 @dataclass(frozen=True)

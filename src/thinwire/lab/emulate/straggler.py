@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
-from thinwire.core.quantities import parse_duration, split_rank
 from thinwire.errors import ConfigError
+from thinwire.planning.quantities import parse_duration, split_rank
 
 SLOW = "THINWIRE_SLOW"
 STALL = "THINWIRE_STALL"

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from math import inf
 from typing import Any
 
-from thinwire.core.statistics import spread
 from thinwire.lab.report.files import Facts, number, text
+from thinwire.lab.report.statistics import spread
 
 LOSSES = ("train_loss", "eval_loss", "eval_metric")
 _DEVIATION = "_deviation"

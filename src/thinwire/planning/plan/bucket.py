@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thinwire.core.comm.bucket import Objects
-from thinwire.core.quantities import parse_duration, parse_rate
 from thinwire.core.validation import check_range
 from thinwire.elastic.fleet import BEAT_SECONDS
 from thinwire.errors import ConfigError
 from thinwire.methods.strategies.base import Strategy
+from thinwire.planning.quantities import parse_duration, parse_rate
 from thinwire.worker.compatibility import check_carried
 
 _DAY = 86_400.0

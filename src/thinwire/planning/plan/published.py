@@ -33,10 +33,10 @@ from typing import Any
 
 import torch
 
-from thinwire.core.quantities import parse_duration, parse_rate
 from thinwire.errors import ConfigError
 from thinwire.methods.strategies.recipe import parse
 from thinwire.planning.plan.predict import ModelTime, predict
+from thinwire.planning.quantities import parse_duration, parse_rate
 from thinwire.planning.simulate import Network, SimulatedComm, simulate
 from thinwire.planning.simulate.network import read_network
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import inf
 from random import Random
 
-from thinwire.core.quantities import parse_duration
 from thinwire.errors import ConfigError
+from thinwire.planning.quantities import parse_duration
 
 _FORM = re.compile(r"([a-z]+)\(([^()]*)\)")
 _DRAWS: dict[str, Callable[[Random, float, float], float]] = {

@@ -14,9 +14,9 @@ from math import inf
 from pathlib import Path
 from typing import Any, cast
 
-from thinwire.core.quantities import parse_rate
 from thinwire.core.validation import check_range
 from thinwire.errors import ConfigError
+from thinwire.planning.quantities import parse_rate
 from thinwire.planning.simulate.durations import Duration, parse_distribution, seconds
 
 ALGORITHMS = ("ring", "gloo", "tree")

@@ -21,9 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
-from itertools import accumulate
 from math import inf
-from operator import mul
 
 import torch
 from torch import Tensor
@@ -53,35 +51,6 @@ def square_of(x: Tensor, block: int) -> Tensor:
 def contraction(lr: float, smoothness: float, strong_convexity: float) -> float:
     r"""$\alpha = 1 - 2\mu\eta + L\mu\eta^2$: one step's factor of the distance to the optimum; 1 without convexity."""
     return 1 - 2 * strong_convexity * lr + smoothness * strong_convexity * lr**2
-
-
-def survivals(contractions: Sequence[float]) -> list[float]:
-    r"""Return the part of each step's error that remains after the last step, $\prod_{k>t} \alpha_k$."""
-    return list(accumulate(reversed(contractions[1:]), mul, initial=1.0))[::-1]
-
-
-def error_weights(
-    squares: Sequence[float],
-    rates: Sequence[float],
-    *,
-    smoothness: float,
-    strong_convexity: float = 0.0,
-    share: float = 1.0,
-) -> list[float]:
-    r"""Return $a_t$: the error that each step's quantization adds to the final bound, times its squared levels.
-
-    Args:
-        squares: the squares of one worker's gradient at each step.
-        rates: the learning rate of each step.
-        smoothness: $L$.
-        strong_convexity: $\mu$; with 0 all steps have equal weights.
-        share: the mean square error divided by that of one worker's payload: $1/n$ if only workers quantize.
-    """
-    left = survivals([contraction(rate, smoothness, strong_convexity) for rate in rates])
-    return [
-        smoothness * rate**2 / 8 * share * square * survival
-        for square, rate, survival in zip(squares, rates, left, strict=True)
-    ]
 
 
 def error_of(weights: Sequence[float], bits: Sequence[int]) -> float:

@@ -30,7 +30,7 @@ class PeakMemory(TorchDispatchMode):
 
     Example:
         >>> import torch
-        >>> from thinwire.core.peak_memory import PeakMemory
+        >>> from thinwire.planning.plan.peak_memory import PeakMemory
         >>> with PeakMemory(meta=True) as memory:
         ...     x = torch.empty(100, device="meta")
         ...     x = x.add(1).add(1)
