@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from thinwire.asynchronous.quorum.log import LOG, USED, begin_log, resize_log, write_log
 from thinwire.asynchronous.quorum.opening import open_participant, participant_of
-from thinwire.asynchronous.quorum.rules import Choice, Reduction
+from thinwire.asynchronous.quorum.rules import Choice, QuorumRule, Reduction
 from thinwire.core.comm.work import Work
 from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import check_ranges
@@ -140,7 +140,14 @@ class BackupWorkers(Strategy):
         """Open the quorum, with an empty log."""
         if self.backups:
             begin_log(r)
-            open_participant(r, self, names=(LOG, USED))
+            open_participant(
+                r,
+                QuorumRule(r.comm.size, r.comm.size - self.backups, self.choice, self.deviations),
+                self.reduction,
+                coordinator=self.coordinator,
+                retry_seconds=self.retry_seconds,
+                names=(LOG, USED),
+            )
 
     def on_gradient(self, r: Replica, part: slice) -> Work[Tensor]:
         """One bucket; the first that is waited for contributes the whole gradient, which counts whole or not at all."""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from thinwire.asynchronous.quorum.messages import HEADER_BYTES, ControlMessage, Kind, control_length
 from thinwire.asynchronous.quorum.participant import Participant
 from thinwire.asynchronous.quorum.reductions import Partition
-from thinwire.asynchronous.quorum.rules import Choice, QuorumRule, Reduction
+from thinwire.asynchronous.quorum.rules import QuorumRule, Reduction
 from thinwire.core.comm.counting import CountingComm
 from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
@@ -88,63 +87,29 @@ class CountingParticipant:
         """Do nothing: no other rank exists."""
 
 
-class QuorumSettings(Protocol):
-    """The hyperparameters of a quorum, as fields of a strategy."""
-
-    @property
-    def backups(self) -> int:
-        """Return the largest number of workers that a step can do without."""
-        ...
-
-    @property
-    def choice(self) -> Choice:
-        """Return how the number of awaited workers is chosen."""
-        ...
-
-    @property
-    def deviations(self) -> float:
-        """Return the deviations of the deadline."""
-        ...
-
-    @property
-    def reduction(self) -> Reduction:
-        """Return how members average."""
-        ...
-
-    @property
-    def coordinator(self) -> int:
-        """Return the deciding rank."""
-        ...
-
-    @property
-    def retry_seconds(self) -> float:
-        """Return the least time before a waiting rank sends READY again."""
-        ...
-
-
-def open_participant(r: Replica, settings: QuorumSettings, *, names: Sequence[str]) -> None:
+def open_participant(
+    r: Replica, rule: QuorumRule, reduction: Reduction, *, coordinator: int, retry_seconds: float, names: Sequence[str]
+) -> None:
     """Open a quorum of all ranks' replicas; `participant_of(r)` then returns this rank's side.
 
     Args:
         r: the replica.
-        settings: the settings of the quorum.
+        rule: decides for how many ranks to wait, and how long.
+        reduction: how members average.
+        coordinator: the rank that decides.
+        retry_seconds: the least time before a waiting rank sends READY again.
         names: entries of the replica's state that a late rank must receive.
 
     Raises:
         ConfigError: `r` is a part of a replica, the comm has no connections for the all-reduces that `reduction`
             requires, or `Comm.open_mailbox` fails.
     """
-    rule = QuorumRule(r.comm.size, r.comm.size - settings.backups, settings.choice, settings.deviations)
     if isinstance(r.comm, CountingComm):
-        _participants[r] = CountingParticipant(r, rule, settings.reduction, coordinator=settings.coordinator)
+        _participants[r] = CountingParticipant(r, rule, reduction, coordinator=coordinator)
         return
+    side_comm = r.comm.duplicate() if reduction == "all_reduce" else None
     _participants[r] = Participant(
-        r,
-        rule,
-        r.comm.duplicate() if settings.reduction == "all_reduce" else None,
-        coordinator=settings.coordinator,
-        retry_seconds=settings.retry_seconds,
-        names=names,
+        r, rule, side_comm, coordinator=coordinator, retry_seconds=retry_seconds, names=names
     )
 
 

@@ -446,8 +446,8 @@ class Comm(ABC):
     @abstractmethod
     def _all_reduce_(self, x: Tensor) -> Work[Tensor]: ...
 
-    @abstractmethod
-    def _all_reduce_min_(self, x: Tensor) -> Work[Tensor]: ...
+    def _all_reduce_min_(self, x: Tensor) -> Work[Tensor]:
+        return self._all_gather(x).then(lambda rows: x.copy_(torch.stack(list(rows)).amin(0)))
 
     @abstractmethod
     def _broadcast_(self, x: Tensor, src: int) -> Work[Tensor]: ...

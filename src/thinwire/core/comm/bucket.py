@@ -229,10 +229,6 @@ class BucketComm(Comm):
 
         return self._start("all_reduce", x, run).then(lambda total: x.copy_(_tensor(total, x)))
 
-    def _all_reduce_min_(self, x: Tensor) -> Work[Tensor]:
-        rows = self._start("all_reduce_min", x, lambda call, own: self._gather(call, own))
-        return rows.then(lambda rows: x.copy_(reduce(torch.minimum, [_tensor(row, x) for row in rows])))
-
     def _broadcast_(self, x: Tensor, src: int) -> Work[Tensor]:
         async def run(call: int, own: bytes) -> bytes:
             if self.rank == src:

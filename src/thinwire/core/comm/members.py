@@ -65,9 +65,6 @@ class Members(Comm):
 
         return Work(finish)
 
-    def _all_reduce_min_(self, x: Tensor) -> Work[Tensor]:
-        return self._all_gather(x).then(lambda rows: x.copy_(torch.stack(rows).amin(0)))
-
     def _broadcast_(self, x: Tensor, src: int) -> Work[Tensor]:
         return self._all_gather(x).then(lambda rows: x.copy_(rows[src]))
 

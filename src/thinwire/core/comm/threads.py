@@ -218,10 +218,6 @@ class ThreadComm(Comm):
         total = self._join("all_reduce of {}", x, lambda xs: reduce(torch.add, xs))
         return total.then(x.copy_)
 
-    def _all_reduce_min_(self, x: Tensor) -> Work[Tensor]:
-        least = self._join("all_reduce_min of {}", x, lambda xs: reduce(torch.minimum, xs).clone())
-        return least.then(x.copy_)
-
     def _broadcast_(self, x: Tensor, src: int) -> Work[Tensor]:
         # The result is a clone: `src` may write to its vector before another rank has copied it.
         chosen = self._join(f"broadcast of {{}} from {src}", x, lambda xs: xs[src].clone())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from thinwire.core.comm.members import check_nodes
 from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
@@ -116,10 +117,7 @@ class MultiLeaderSGD(Strategy):
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
         """Check that the workers fill whole nodes."""
-        if size % self.node_size:
-            raise ConfigError(
-                f"node_size={self.node_size} with {size} workers: nodes must be equally large. Use a divisor of {size}"
-            )
+        check_nodes(self.node_size, size)
 
     def start(self, r: Replica) -> None:
         """Allocate the losses."""
