@@ -49,21 +49,21 @@ FLOORS: list[set[str]] = [
 # The same within the packages that have several: each may import from those before it.
 ROOMS = {
     "core": [
-        {"torch_internals", "validation", "units", "modes"},
+        {"torch_internals", "validation", "modes"},
         {"storage", "kernels"},
         {"comm"},
         {"replica", "view"},
     ],
     "methods": [{"topology", "codecs"}, {"reduce", "optimizers"}, {"strategies"}],
     "asynchronous": [{"quorum"}, {"ad_psgd", "async_leader", "backup_workers", "parameter_server"}],
-    "planning": [{"quantities"}, {"links"}, {"simulate"}, {"plan"}, {"doctor"}],
+    "planning": [{"quantities", "units"}, {"links"}, {"simulate"}, {"plan"}, {"doctor"}],
     "lab": [{"tasks", "emulate", "report"}, {"runs"}],
     "arrays": [{"fusion"}, {"finetuning"}, {"sweep"}],
 }
 # They know nothing of the rest but what needs neither a model nor another worker.
 APART = {"lab.tasks", "lab.emulate", "lab.report", "arrays.fusion"}
-GROUND = {"errors", "_version", "planning.links", "planning.quantities"} | {
-    f"core.{room}" for room in ("torch_internals", "validation", "units", "modes", "storage", "kernels")
+GROUND = {"errors", "_version", "planning.links", "planning.quantities", "planning.units"} | {
+    f"core.{room}" for room in ("torch_internals", "validation", "modes", "storage", "kernels")
 }
 # Packages whose files are alternatives to each other, with what is common to all of them in `base` (and `comm.work`,
 # `comm.runtime`).

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from thinwire.cli.console import err, out, print_json
 from thinwire.cli.options import default_folder, save_config, settings_as_options
 from thinwire.cli.progress import Watch, show_summaries
-from thinwire.core.units import workers
 from thinwire.errors import ConfigError
+from thinwire.planning.units import workers
 
 if TYPE_CHECKING:
     from thinwire.lab.runs import Comparison, Settings

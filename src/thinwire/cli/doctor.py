@@ -19,8 +19,8 @@ from thinwire.cli.console import err, out, print_json
 from thinwire.cli.options import words_of
 from thinwire.cli.step_time import ModelOptions
 from thinwire.core.storage.files import check_writable, write_atomically
-from thinwire.core.units import nbytes, rate, seconds
 from thinwire.errors import ConfigError
+from thinwire.planning.units import nbytes, rate, seconds
 
 if TYPE_CHECKING:
     from thinwire.planning.doctor.findings import Examination, Finding

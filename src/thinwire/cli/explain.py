@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 from thinwire.cli.console import out, print_json
 from thinwire.cli.options import as_typed, settings_as_options
-from thinwire.core.units import count, nbytes, rate, seconds, times, workers
 from thinwire.errors import ConfigError
+from thinwire.planning.units import count, nbytes, rate, seconds, times, workers
 
 if TYPE_CHECKING:
     from torch import nn

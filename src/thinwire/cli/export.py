@@ -8,8 +8,8 @@ from pathlib import Path
 
 from thinwire.cli.console import out, print_json
 from thinwire.cli.options import check_folder, check_saved
-from thinwire.core.units import workers
 from thinwire.errors import ConfigError
+from thinwire.planning.units import workers
 
 
 @dataclass(frozen=True)

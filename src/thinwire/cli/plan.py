@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from thinwire.cli.console import err, out, print_json
 from thinwire.cli.progress import Parts
 from thinwire.cli.step_time import ModelOptions
-from thinwire.core.units import digits, nbytes, rate, seconds
 from thinwire.errors import ConfigError
+from thinwire.planning.units import digits, nbytes, rate, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

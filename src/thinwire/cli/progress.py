@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from rich.console import Console
 
 from thinwire.cli.console import Output, err, out
-from thinwire.core.units import workers
+from thinwire.planning.units import workers
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from thinwire.cli.console import out, print_json
 from thinwire.cli.progress import Bar
-from thinwire.core import units
 from thinwire.core.storage.files import write_atomically
 from thinwire.errors import ConfigError
+from thinwire.planning import units
 
 if TYPE_CHECKING:
     from torch import Tensor

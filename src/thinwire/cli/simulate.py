@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from thinwire.cli.console import err, out, print_json
 from thinwire.cli.progress import Bar
-from thinwire.core.units import nbytes, seconds, share
 from thinwire.errors import ConfigError
+from thinwire.planning.units import nbytes, seconds, share
 
 if TYPE_CHECKING:
     from thinwire.lab.runs.folder import RunFolder

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thinwire.cli.console import Output, out, print_json
-from thinwire.core.units import digits
 from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
+from thinwire.planning.units import digits
 
 if TYPE_CHECKING:
     from thinwire.lab.report.picture import Picture

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from thinwire.cli.console import err, print_error, print_json
 from thinwire.cli.options import words_of
-from thinwire.core.units import nbytes, seconds
 from thinwire.errors import ConfigError
+from thinwire.planning.units import nbytes, seconds
 
 _LAST_LINES = 20
 _RENDEZVOUS = "THINWIRE_RENDEZVOUS"

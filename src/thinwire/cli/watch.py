@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thinwire.cli.console import out, print_json
-from thinwire.core.units import nbytes, score, seconds, share, times, workers
 from thinwire.errors import ConfigError
+from thinwire.planning.units import nbytes, score, seconds, share, times, workers
 
 if TYPE_CHECKING:
     from rich.table import Table

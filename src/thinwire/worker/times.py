@@ -14,7 +14,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from thinwire.core import units
 from thinwire.core.comm.base import Comm
 from thinwire.core.comm.work import synchronize
 
@@ -71,7 +70,7 @@ class SlowWorker:
     def __str__(self) -> str:
         """Return one sentence for logs."""
         words = {"data": "loading its data", "compute": "its computation", "link": "its link"}[self.cause]
-        return f"rank {self.rank} costs the other workers {units.share(self.cost)} of their time: {words} takes longer"
+        return f"rank {self.rank} costs the other workers {100 * self.cost:.0f} % of their time: {words} takes longer"
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ import pytest
 
 import thinwire.lab.report
 from tests.lab.report.samples import SAMPLES, Sample, write_comparison, write_run
-from thinwire.core import units
 from thinwire.errors import ConfigError
 from thinwire.lab.report import page as report_page
 from thinwire.lab.report import read, write_report
 from thinwire.lab.report.headline import lead, paper_of
 from thinwire.lab.report.palette import TONES, looks
 from thinwire.lab.report.table import columns, written
+from thinwire.planning import units
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 THREE = (SAMPLES[0], SAMPLES[2], SAMPLES[3])

@@ -4,10 +4,10 @@ import io
 from rich.console import Console
 
 from tests.lab.report.samples import SAMPLES
-from thinwire.core import units
 from thinwire.lab.report import markdown, rich_table, rows
 from thinwire.lab.report.labels import labels
 from thinwire.lab.report.table import baseline, best, cells, direction, winners
+from thinwire.planning import units
 
 
 def summary(strategy: str, seconds: float, **facts: object) -> dict[str, object]:

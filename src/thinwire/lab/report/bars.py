@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from thinwire.core import units
 from thinwire.lab.report.files import Facts, number
 from thinwire.lab.report.labels import shortened
 from thinwire.lab.report.palette import COMPUTE, INK, MUTED, ON_WAIT, PAPER, WAIT, Look, Tone
 from thinwire.lab.report.picture import FONT_SIZE, Picture, canvas, is_narrow, note, plain, seconds_axis, swatches
 from thinwire.lab.report.runs import Collection
+from thinwire.planning import units
 
 _NARROWEST_WITH_WORDS = 0.07
 _PARTS: tuple[tuple[Tone, str], ...] = ((COMPUTE, "compute"), (WAIT, "exposed communication"))

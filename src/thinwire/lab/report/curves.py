@@ -10,11 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
-from thinwire.core import units
 from thinwire.lab.report.files import number
 from thinwire.lab.report.palette import INK, MUTED, PAPER, Look
 from thinwire.lab.report.picture import FONT_SIZE, Picture, canvas, key, legend, note, plain
 from thinwire.lab.report.runs import Collection, Evaluation, Run, Step
+from thinwire.planning import units
 
 Vector = NDArray[np.float64]
 # Longer curves are thinned out, to keep the page small.

@@ -6,8 +6,8 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from thinwire.core import units
 from thinwire.lab.report.palette import TONES
+from thinwire.planning import units
 
 _HERE = Path(__file__).parent
 _PAGE_LIGHT = {"--page": "#f6f7f9", "--line": "#e2e6ec", "--link": "#0a5fa8", "--best": "#1a8f63"}

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from thinwire.core import units
 from thinwire.lab.report.files import Facts, number, text
 from thinwire.lab.report.palette import Look
 from thinwire.lab.report.runs import Collection, Run
 from thinwire.lab.report.table import baseline, best, cells, columns, direction, metric_name, winners
+from thinwire.planning import units
 
 _PAYLOAD = "payload_bytes_per_worker_per_step"
 _ELSEWHERE = ("command", "strategy", "paper")

@@ -29,11 +29,11 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from matplotlib.transforms import Bbox
 from numpy.typing import NDArray
 
-from thinwire.core import units
 from thinwire.lab.report.files import write_bytes, write_text
 from thinwire.lab.report.labels import shortened
 from thinwire.lab.report.palette import GRID, INK, MUTED, PAPER, TONES, Look
 from thinwire.lab.report.runs import Run
+from thinwire.planning import units
 
 FONT_SIZE = 9.0
 # In inches; on a telephone this is as wide as the screen, with text that can be read.

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from thinwire.core import units
 from thinwire.lab.report.files import Facts, diverged, number, text
 from thinwire.lab.report.labels import labels
 from thinwire.lab.report.rounds import deviation
+from thinwire.planning import units
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from thinwire.core import units
 from thinwire.lab.report.files import Facts, number, text
 from thinwire.lab.report.palette import COMMUNICATION, COMPUTE, MUTED, PAPER, WAIT, Look, Tone
 from thinwire.lab.report.picture import FONT_SIZE, Picture, canvas, heading, is_narrow, plain, seconds_axis, swatches
 from thinwire.lab.report.runs import Collection, Run, Span
+from thinwire.planning import units
 
 _STEPS_OF_THE_SLOWEST = 3
 _STEPS_OF_THE_FASTEST = 10

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter
 
-from thinwire.core import units
 from thinwire.lab.report.files import Facts, number
 from thinwire.lab.report.labels import shortened
 from thinwire.lab.report.palette import GRID, INK, MUTED, PAPER, Look
 from thinwire.lab.report.picture import Label, Picture, canvas, is_narrow, label, note, plain
 from thinwire.lab.report.runs import Collection, Run
 from thinwire.lab.report.statistics import Spread
+from thinwire.planning import units
 
 _PAYLOAD = "payload_bytes_per_worker_per_step"
 # Bytes whose totals differ by more than this are drawn on a logarithmic axis.

@@ -10,10 +10,10 @@ from math import log2
 from statistics import median
 from typing import Literal
 
-from thinwire.core.units import rate
 from thinwire.planning.doctor.host import LOOPBACK_NET, Host
 from thinwire.planning.doctor.links import Pair
 from thinwire.planning.doctor.speeds import LoadedStep, StepTime
+from thinwire.planning.units import rate
 
 Severity = Literal["error", "warning", "note"]
 

@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 
 from thinwire.core.comm.base import Comm
 from thinwire.core.comm.work import synchronize
-from thinwire.core.units import rate, seconds
 from thinwire.errors import ConfigError
 from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.strategies.gradients.all_reduce import AllReduce
@@ -36,6 +35,7 @@ from thinwire.planning.plan.networks import network_of_all_reduces
 from thinwire.planning.plan.predict import ModelTime
 from thinwire.planning.plan.search import FEW_WORKERS, Job, Planner, choose
 from thinwire.planning.simulate import Network
+from thinwire.planning.units import rate, seconds
 from thinwire.worker.annexes import Watch
 from thinwire.worker.compatibility import check_compatible
 from thinwire.worker.handshake import gather_texts

@@ -9,7 +9,6 @@ from datetime import datetime
 from math import inf, isfinite
 from typing import Any
 
-from thinwire.core.units import digits, nbytes, rate, seconds
 from thinwire.planning.plan.candidates import CANDIDATES, DENSE, Accuracy
 from thinwire.planning.plan.late import recommend
 from thinwire.planning.plan.network_words import rates_differ
@@ -27,6 +26,7 @@ from thinwire.planning.plan.search import (
 )
 from thinwire.planning.plan.timings import Timings
 from thinwire.planning.simulate import Network, Pair, Racks, Special
+from thinwire.planning.units import digits, nbytes, rate, seconds
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
-from thinwire.core.units import digits, rate, seconds
+from thinwire.planning.units import digits, rate, seconds
 
 if TYPE_CHECKING:
     from thinwire.planning.simulate import Network, Special

@@ -17,7 +17,6 @@ from typing import Literal
 
 import torch
 
-from thinwire.core.units import digits, rate
 from thinwire.errors import ConfigError
 from thinwire.methods.strategies.base import Strategy, check_workers
 from thinwire.methods.strategies.recipe import parse
@@ -26,6 +25,7 @@ from thinwire.planning.plan.predict import MOST_WORKERS, ModelTime, Prediction, 
 from thinwire.planning.plan.timings import Timings, digest
 from thinwire.planning.plan.traffic import MakeOptimizer
 from thinwire.planning.simulate import Network
+from thinwire.planning.units import digits, rate
 from thinwire.registry import canonical
 
 NEARLY = 1.05
