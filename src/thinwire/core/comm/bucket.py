@@ -33,7 +33,7 @@ from torch import Tensor
 from thinwire.core.comm.base import Comm
 from thinwire.core.comm.forks import protect
 from thinwire.core.comm.work import Work, describe
-from thinwire.core.storage.bucket import SEAL_BYTES, Bucket, loop
+from thinwire.core.storage.bucket import Bucket, loop
 from thinwire.core.validation import printable
 from thinwire.errors import (
     CommError,
@@ -48,7 +48,7 @@ from thinwire.errors import (
 T = TypeVar("T")
 SCATTER_BYTES = 1 << 20
 """An all-reduce takes two stages if this saves each rank so many bytes of downloads; a stage takes a round trip."""
-_MOST_CALL, _USUAL_CALL = 200, 50  # bytes of the description of a call
+_MOST_CALL = 200  # bytes of the description of a call
 _MOST_ERROR = 20_000
 _POLL_SECONDS, _LONGEST_POLL, _POLL_SHARE = 0.02, 2.0, 0.1  # a share of the time waited so far
 _LOOK_SECONDS, _LONGEST_LOOK = 0.5, 5.0  # between looks for lost ranks and reported errors
@@ -56,49 +56,14 @@ AWAITED_SECONDS = 1.0  # of a wait, after which `awaited` names the missing rank
 _DAMAGED = 3  # reads of a damaged object before it is refused
 
 
-class Objects(NamedTuple):
-    """The objects of one rank's calls.
-
-    Attributes:
-        puts: objects that it writes.
-        gets: objects that it reads.
-        up: bytes that it writes, with headers and seals.
-        down: bytes that it reads.
-        stages: writes that are followed by reads, one after the other.
-    """
-
-    puts: int = 0
-    gets: int = 0
-    up: float = 0.0
-    down: float = 0.0
-    stages: int = 0
-
-    @classmethod
-    def of(cls, puts: int, gets: int, up: float, down: float, size: int, stages: int = 1) -> Objects:
-        """Return the objects of one call with this payload."""
-        each = SEAL_BYTES + struct.calcsize(f"!HQ{size}Q") + _USUAL_CALL
-        return cls(puts, gets, up + puts * each, down + gets * each, stages)
-
-    @classmethod
-    def of_gather(cls, nbytes: int, size: int) -> Objects:
-        """Return the objects of an all-gather."""
-        return cls.of(1, size - 1, nbytes, nbytes * (size - 1), size)
-
-    @classmethod
-    def of_all_reduce(cls, nbytes: int, size: int) -> Objects:
-        """Return the objects of an all-reduce."""
-        if not _in_two_stages(nbytes, size):
-            return cls.of_gather(nbytes, size)
-        return cls.of(size, 2 * (size - 1), nbytes, 2 * nbytes * (size - 1) / size, size, stages=2)
-
-    def plus(self, other: Objects) -> Objects:
-        """Return the objects of both."""
-        count = (self.puts + other.puts, self.gets + other.gets)
-        return Objects(*count, self.up + other.up, self.down + other.down, self.stages + other.stages)
-
-
-def _in_two_stages(nbytes: int, size: int) -> bool:
+def in_two_stages(nbytes: int, size: int) -> bool:
+    """Return True if an all-reduce of so many bytes among `size` ranks takes two stages."""
     return nbytes * (size - 1) * (size - 2) // size >= SCATTER_BYTES
+
+
+def header_bytes(size: int) -> int:
+    """Return the bytes of an object's header among `size` ranks, without the description of its call."""
+    return struct.calcsize(f"!HQ{size}Q")
 
 
 class _Header(NamedTuple):
@@ -212,7 +177,7 @@ class BucketComm(Comm):
         )
 
     def _all_reduce_(self, x: Tensor) -> Work[Tensor]:
-        if not _in_two_stages(x.nbytes, self.size):
+        if not in_two_stages(x.nbytes, self.size):
             rows = self._start("all_reduce", x, lambda call, own: self._gather(call, own))
             return rows.then(lambda rows: x.copy_(reduce(torch.add, [_tensor(row, x) for row in rows])))
         like = torch.empty(0, dtype=x.dtype, device="cpu")
@@ -437,7 +402,7 @@ class BucketComm(Comm):
         """Return the data of another rank's object, once it exists."""
         call.missing.add(peer)
         name, begin, damaged = f"{self._place}/{name}", time.monotonic(), 0
-        most = struct.calcsize(f"!HQ{self.size}Q") + _MOST_CALL + nbytes
+        most = header_bytes(self.size) + _MOST_CALL + nbytes
         while True:
             try:
                 if (found := await self.bucket.get(name, most)) is not None:

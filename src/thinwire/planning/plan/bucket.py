@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thinwire.core.comm.bucket import Objects
 from thinwire.core.validation import check_range
 from thinwire.elastic.fleet import BEAT_SECONDS
 from thinwire.errors import ConfigError
 from thinwire.methods.strategies.base import Strategy
+from thinwire.planning.plan.objects import Objects
 from thinwire.planning.quantities import parse_duration, parse_rate
 from thinwire.worker.compatibility import check_carried
 

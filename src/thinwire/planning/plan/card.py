@@ -11,7 +11,6 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from thinwire.core.comm.bucket import Objects
 from thinwire.core.kernels.decisions import assume_least
 from thinwire.elastic.late import LateMerging
 from thinwire.errors import ConfigError
@@ -21,6 +20,7 @@ from thinwire.methods.strategies.gradients.all_reduce import AllReduce
 from thinwire.methods.topology.base import check_size
 from thinwire.planning.plan.bucket import BucketCost, Store, bucket_cost
 from thinwire.planning.plan.late import LateCost, late_cost, late_objects
+from thinwire.planning.plan.objects import Objects
 from thinwire.planning.plan.peak_memory import PeakMemory
 from thinwire.planning.plan.ranks import Look, Looks, look_at_ranks
 from thinwire.planning.plan.traffic import DryRun, MakeOptimizer, StepTraffic, cycle, topologies

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from math import ceil
 from statistics import fmean, median
 
-from thinwire.core.comm.bucket import Objects
 from thinwire.elastic.closing import Closer, CloseRule, Closing, Contribution, Phase, discount
 from thinwire.elastic.late import LateMerging
+from thinwire.planning.plan.objects import Objects
 
 _HEADER_BYTES = 256.0  # of a contribution, about
 QUORUMS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)

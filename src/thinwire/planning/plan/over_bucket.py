@@ -10,13 +10,13 @@ from typing import Any, cast
 
 from torch import nn
 
-from thinwire.core.comm.bucket import Objects
 from thinwire.errors import ConfigError
 from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.strategies.recipe import parse
 from thinwire.planning.plan.bucket import BucketCost, Store, bucket_cost
 from thinwire.planning.plan.candidates import CANDIDATES, Accuracy, measured
 from thinwire.planning.plan.card import bucket_objects
+from thinwire.planning.plan.objects import Objects
 from thinwire.planning.plan.traffic import MakeOptimizer
 from thinwire.registry import canonical
 from thinwire.worker.compatibility import check_carried

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from thinwire.core.comm.bucket import Objects
 from thinwire.core.comm.counting import CountingComm
 from thinwire.core.comm.work import Meter, Work
 from thinwire.errors import ConfigError
@@ -25,6 +24,7 @@ from thinwire.methods.optimizers.one_bit_lamb import OneBitLamb
 from thinwire.methods.optimizers.zero_one_adam import ZeroOneAdam
 from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.topology.base import Topology
+from thinwire.planning.plan.objects import Objects
 from thinwire.worker.attach import attach
 from thinwire.worker.compatibility import evaluates_several_gradients
 from thinwire.worker.worker import Worker, internals_of
