@@ -43,7 +43,7 @@ from thinwire.cli import main
 from thinwire.core.storage.bucket import KEY, new_key
 from thinwire.elastic.closing import Closing
 from thinwire.elastic.late_rounds import LateRounds
-from thinwire.worker.checkpoint import export_checkpoint
+from thinwire.lab.runs.exporting import export_checkpoint
 
 
 @dataclass

@@ -38,7 +38,7 @@ from thinwire import (
     Worker,
     run_threads,
 )
-from thinwire.worker.checkpoint import export_checkpoint
+from thinwire.lab.runs.exporting import export_checkpoint
 from thinwire.worker.replica_state import pack
 from thinwire.worker.worker import internals_of
 

@@ -34,7 +34,7 @@ from thinwire import (
     run_threads,
 )
 from thinwire.cli import main
-from thinwire.worker.checkpoint import export_checkpoint
+from thinwire.lab.runs.exporting import export_checkpoint
 
 
 class Tied(nn.Module):

@@ -39,8 +39,7 @@ class Export:
         Raises:
             ConfigError: the file's name is not that of a safetensors file, or nothing was saved.
         """
-        from thinwire.elastic.late_saves import newest_home
-        from thinwire.worker.checkpoint import export_checkpoint
+        from thinwire.lab.runs.exporting import export_checkpoint
 
         if self.target.suffix != ".safetensors":
             raise ConfigError(
@@ -48,9 +47,7 @@ class Export:
             )
         check_folder(self.source, f"{self.source}", "Give that of a run that was trained with --save-every")
         check_saved(self.source, f"{self.source}")
-        inside = self.source / "checkpoints"
-        late = newest_home(inside if inside.is_dir() else self.source)
-        found = export_checkpoint(late or self.source, self.target)
+        found = export_checkpoint(self.source, self.target)
         if self.json:
             print_json(found)
             return 0

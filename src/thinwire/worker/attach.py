@@ -280,6 +280,7 @@ def attach(
         if views is not None:
             views.begin(state, hooks.strategy_after)
         state.started += [{name: (x.dtype, tuple(x.shape)) for name, x in r.state.items()} for r in state.replicas]
+        state.undo.callback(model.register_forward_pre_hook(state.account.times.before_forward).remove)
         hooks.watch(Attachment(state, inside_ddp), FirstSteps(state, init))
         share_skips(state)
         if array is not None:

@@ -10,7 +10,7 @@ The same number of workers continues bit for bit. Another number continues from 
 `Strategy.average` for the parameters, `Strategy.resized` for the strategy's state, and means for the optimizer's
 state and buffers. All ranks check what they have read before any of them changes anything.
 
-`export` and `export_checkpoint` write the weights alone, in one safetensors file by the model's own names.
+`export` writes the weights alone, in one safetensors file by the model's own names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import re
 import secrets
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -29,9 +28,6 @@ import torch
 from torch import Tensor, nn
 
 from thinwire._version import __version__
-from thinwire.core.comm.threads import single_worker
-from thinwire.core.replica.flat import Segment, flatten, views
-from thinwire.core.replica.replica import Replica
 from thinwire.core.replica.shards import MOST_NUMBERS, describe_shard, is_sharded
 from thinwire.core.storage.files import local_path, write_atomically
 from thinwire.core.storage.rank_file import RankFile
@@ -48,13 +44,11 @@ from thinwire.worker.replica_state import (
     SIZE,
     STRATEGY,
     State,
-    average_of,
     check,
     check_identity,
     from_flat,
     is_count,
     mapping_of,
-    mean_of,
     merge,
     pack,
     part_name,
@@ -639,29 +633,6 @@ def restore_random(worker: WorkerState, state: Mapping[str, Tensor]) -> None:
 # -- the weights alone, in one file ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Exported:
-    """The written files.
-
-    Attributes:
-        path: the file.
-        checkpoint: the folder that it is from.
-        step: of that checkpoint.
-        workers: how many have written it.
-        strategy: their recipe.
-        elements: numbers in the file.
-        tensors: tensors in the file.
-    """
-
-    path: Path
-    checkpoint: Path
-    step: int
-    workers: int
-    strategy: str
-    elements: int
-    tensors: int
-
-
 def export(worker: WorkerState, model: nn.Module, path: Path) -> Path:
     """Write a model's `state_dict`; every rank calls, at consensus, and rank 0 writes.
 
@@ -677,125 +648,25 @@ def export(worker: WorkerState, model: nn.Module, path: Path) -> Path:
         )
     found = cast(Mapping[str, Any], model.state_dict())
     # Gathered by all ranks; the first of each dimension of a mesh writes.
-    tensors = {own_name(name): x.full_tensor() if is_sharded(x) else _dense(x) for name, x in found.items()}
+    tensors = {own_name(name): x.full_tensor() if is_sharded(x) else dense(x) for name, x in found.items()}
     constants = {own_name(name) for name, _ in model.named_buffers(remove_duplicate=False)}
     places = [describe_shard(x) for x in found.values() if isinstance(x, Tensor) and is_sharded(x)]
     writes = worker.comm.rank == 0 and all("part 0 of" in place for place in places if place)
-    together(worker, path, lambda: _check_tensors(tensors))
-    bad = gathered(worker, _not_finite(tensors, constants))
+    together(worker, path, lambda: check_tensors(tensors))
+    bad = gathered(worker, first_nonfinite(tensors, constants))
     for rank, name in enumerate(bad):
         if name:
             raise NonFiniteError(f"{worker.comm.name(rank)}: {name} is not finite, so nothing was written to {path}")
-    together(worker, path, lambda: _write_weights(path, tensors, worker.step) if writes else None)
+    together(worker, path, lambda: write_weights(path, tensors, worker.step) if writes else None)
     return path
 
 
-def export_checkpoint(folder: Path, path: Path) -> Exported:
-    """Write the weights of a run's newest complete checkpoint; needs neither the model nor the workers.
-
-    They are the parameters that the workers would evaluate, computed by the strategy from all parts; of a worker with
-    `LateMerging`, those from which its round started.
-
-    Args:
-        folder: of a run, of checkpoints, or one checkpoint.
-        path: of the file that is written.
+def check_tensors(tensors: Mapping[str, Any]) -> None:
+    """Check that a file of weights can hold a `state_dict`.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, it holds blocks of a model, or the strategy's class is
-            not known here.
-        NonFiniteError: a parameter or a running statistic is NaN or infinite, or another buffer holds NaN.
+        CheckpointError: naming an entry that is no tensor.
     """
-    home, contents = _newest_of_run(folder)
-    first, states = contents[0], [content["state"] for content in contents]
-    try:
-        strategy = parse(states[0]["identity"][STRATEGY], imports=False)
-        named: dict[str, Tensor] = {
-            name: mean_of([state["others"][name] for state in states]) for name in states[0]["others"]
-        }
-        for i, replica in enumerate(states[0]["replicas"]):
-            segments = _segments(replica["layout"], states[0]["parameters"])
-            xs = [flatten([state["parameters"][s.name] for s in segments], segments) for state in states]
-            if "late" in first:
-                x = _common_of(strategy, xs[0], segments, [each["points"][i] for each in first["late"]["fragments"]])
-            else:
-                x = average_of(
-                    strategy,
-                    xs,
-                    [state["replicas"][i] for state in states],
-                    segments,
-                    step=states[0]["step"],
-                    seed=int(states[0]["identity"]["the seed"]),
-                    at="now",
-                )
-            named |= {s.name: view for s, view in zip(segments, views(x, segments), strict=True)}
-        tensors = {name: _dense(named[x]) if x is not None else None for name, x in first["names"].items()}
-        constants = {name for name, source in first["names"].items() if source in states[0]["others"]}
-    except ConfigError as error:
-        raise CheckpointError(
-            f"{home}: the strategy cannot be read here ({error}). Export from the training program with Worker.export"
-        ) from error
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{home}: holds no model that can be exported ({type(error).__name__}: {error})"
-        ) from error
-    if lacking := [name for name, x in tensors.items() if x is None]:
-        raise CheckpointError(
-            f"{home}: {lacking[0]!r} is not a parameter or buffer of the model, or the optimizer evaluates other "
-            "parameters than it trains. Export from the training program with Worker.export"
-        )
-    _check_tensors(tensors)
-    if name := _not_finite(tensors, constants):
-        raise NonFiniteError(f"{home}: {name} is not finite, so nothing was written to {path}")
-    try:
-        _write_weights(path, tensors, states[0]["step"])
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written ({error})") from error
-    facts, elements = first["save"], sum(x.numel() for x in tensors.values() if x is not None)
-    identity = states[0]["identity"]
-    return Exported(path, home, facts["step"], facts["size"], identity[STRATEGY], elements, len(tensors))
-
-
-def _common_of(strategy: Strategy, x: Tensor, segments: Sequence[Segment], points: Sequence[Tensor]) -> Tensor:
-    """Return the common parameters of all fragments as one vector, like a worker's own parameters `x`."""
-    r = Replica(x.clone(), x.new_empty(0), single_worker(), lr=lambda: 0.0, segments=segments)
-    for (part, _), point in zip(strategy.fragments_in(r), points, strict=True):
-        part.x.copy_(point.view_as(part.x))
-    return r.x
-
-
-def _newest_of_run(folder: Path) -> tuple[Path, list[dict[str, Any]]]:
-    """Return all parts of the newest complete checkpoint in a folder, of one save."""
-    inside = folder / "checkpoints"
-    home = inside if inside.is_dir() else folder
-    if split := sorted(path.name for path in (home.iterdir() if home.is_dir() else ()) if _holds_blocks(path)):
-        raise CheckpointError(
-            f"{home}: holds the blocks of a sharded model ({split[0]}, ...). Export from the training program"
-        )
-    single = step_of(home)
-    steps = whole_steps(home, 0) if single is None else [single]
-    for step in reversed(steps):
-        at = home / f"step-{step:08d}" if single is None else home
-        size = facts_of(RankFile(at, 0).outline())["size"]
-        if all(RankFile(at, rank).path.exists() for rank in range(size)):
-            return at, read_parts(at, range(size), step, size)
-    raise CheckpointError(f"{folder} holds no complete checkpoint. Give a run's folder, or one of its step-* folders")
-
-
-def _holds_blocks(path: Path) -> bool:
-    return path.is_dir() and path.name.startswith(("shard-", "mesh-"))
-
-
-def _segments(layout: Sequence[tuple[str, Sequence[int]]], parameters: Mapping[str, Tensor]) -> list[Segment]:
-    found: list[Segment] = []
-    start = 0
-    for name, stride in layout:
-        x = parameters[name]
-        found.append(Segment(name, start, tuple(x.shape), tuple(stride)))
-        start += x.numel()
-    return found
-
-
-def _check_tensors(tensors: Mapping[str, Any]) -> None:
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise CheckpointError(
@@ -803,12 +674,12 @@ def _check_tensors(tensors: Mapping[str, Any]) -> None:
             )
 
 
-def _dense(x: Any) -> Any:
-    # The format knows no sparse tensors.
+def dense(x: Any) -> Any:
+    """Return a sparse tensor as a dense one, since files of weights know no sparse tensors; else the value itself."""
     return x.to_dense() if isinstance(x, Tensor) and x.layout != torch.strided else x
 
 
-def _not_finite(tensors: Mapping[str, Any], constants: Container[str]) -> str:
+def first_nonfinite(tensors: Mapping[str, Any], constants: Container[str]) -> str:
     """Return the first tensor that holds NaN, or an infinity where it must not, as a mask of attention may; else empty.
 
     Args:
@@ -825,7 +696,8 @@ def _not_finite(tensors: Mapping[str, Any], constants: Container[str]) -> str:
     return ""
 
 
-def _write_weights(path: Path, tensors: Mapping[str, Any], step: int) -> None:
+def write_weights(path: Path, tensors: Mapping[str, Any], step: int) -> None:
+    """Write tensors as a safetensors file, in place of one that is there."""
     from safetensors.torch import save  # here, so that thinwire needs it only for files
 
     # Copies, since the format refuses tensors that share memory, as tied parameters do.

@@ -143,7 +143,6 @@ class Attachment:
             eager: Any = torch.compiler.disable(_look_for_ddp)
             _look_eagerly.append(eager)
         self._guard_model(worker)
-        worker.undo.callback(worker.model.register_forward_pre_hook(worker.account.times.before_forward).remove)
         for module in worker.model.modules():
             worker.undo.callback(module.register_load_state_dict_pre_hook(_before_load).remove)
             _hide_hooks(worker, module)
