@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from thinwire.asynchronous.quorum.log import memberships
 from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
+from thinwire.worker.annexes import Elastic
 from thinwire.worker.worker import Worker, internals_of
 
 _RECORDED_STEPS = 10_000  # steps whose assignments are kept; earlier ones are computed by replaying the run
@@ -36,34 +36,7 @@ class MembershipInterval:
     unused_from: int | None = None
 
 
-class Views(Protocol):
-    """The members of an elastic run, as one worker knows them."""
-
-    @property
-    def worker_id(self) -> str:
-        """Return the id of this worker among the members."""
-        ...
-
-    def crews(self) -> list[MembershipInterval]:
-        """Return the members by step, the same on all workers."""
-        ...
-
-
-class ElasticWorker(Protocol):
-    """The part of an elastic worker that the sampler reads."""
-
-    @property
-    def step(self) -> int:
-        """Return the optimizer steps done."""
-        ...
-
-    @property
-    def elastic(self) -> Views | None:
-        """Return what it knows of the others; None for a worker with fixed ranks."""
-        ...
-
-
-def _views_of(worker: ElasticWorker) -> Views:
+def _views_of(worker: Worker) -> Elastic:
     if worker.elastic is None:
         raise ConfigError("ElasticSampler: this worker has fixed ranks. Use worker.sampler(dataset)")
     return worker.elastic
@@ -121,7 +94,7 @@ class ElasticSampler:
         self._queue.extendleft(reversed(assigned))
         return assigned[r.comm.rank][1]
 
-    def share(self, worker: ElasticWorker) -> int:
+    def share(self, worker: Worker) -> int:
         """Return the number of the batch, from 0, for an elastic worker's next gradient.
 
         At every step the members of the view get the next batches. A lost worker's batches that are in no model, such
@@ -144,7 +117,7 @@ class ElasticSampler:
         """
         return self.assignment(worker)[1]
 
-    def assignment(self, worker: ElasticWorker) -> tuple[int, int]:
+    def assignment(self, worker: Worker) -> tuple[int, int]:
         """Return the epoch, from 0, and the number of the batch that `share` returns.
 
         Args:
@@ -158,7 +131,7 @@ class ElasticSampler:
         own = _views_of(worker).worker_id
         return assigned[members.index(own) if own in members else 0]
 
-    def lost(self, worker: ElasticWorker) -> dict[int, list[int]]:
+    def lost(self, worker: Worker) -> dict[int, list[int]]:
         """List the batches, by epoch, of lost workers that are in no model and not assigned again yet.
 
         The next calls of `share` assign them first. At the end of training, they are the unused batches of each epoch.
@@ -186,7 +159,7 @@ class ElasticSampler:
                 found.setdefault(each[0], []).append(each[1])
         return found
 
-    def _replay(self, worker: ElasticWorker) -> None:
+    def _replay(self, worker: Worker) -> None:
         """Assign the batches of all steps before the worker's next one."""
         crews = _views_of(worker).crews()
         known = len(self._crews)
