@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from thinwire.core.replica.flat import Segment
@@ -57,6 +58,15 @@ class ReplicaView:
         parameters, momenta = self.within(part, target)
         gradients = momenta if target is gradient else self.within(part, gradient)[1]
         self.optimizer.next_momenta_(momenta, gradients, parameters, share=share, rescale=rescale)
+
+
+def momentum_vector(r: Replica, *, overwrites: bool = True) -> Tensor:
+    """Return the vector for momenta: the gradient itself if it may be overwritten and its dtype is exact enough."""
+    if overwrites and r.g.dtype in (torch.float32, torch.float64):
+        return r.g
+    if "message" not in r.state:
+        r.state["message"] = torch.zeros_like(r.g, dtype=torch.promote_types(r.g.dtype, torch.float32))
+    return r.state["message"]
 
 
 def replica_view(r: Replica) -> ReplicaView:

@@ -18,7 +18,7 @@ from thinwire.methods.codecs.base import Codec, check_payloads, check_sizes, dra
 from thinwire.methods.codecs.feedback import resize_errors
 from thinwire.methods.codecs.one_bit import OneBit
 from thinwire.methods.optimizers.freezing import FreezingOptimizer
-from thinwire.methods.optimizers.replica_view import replica_view
+from thinwire.methods.optimizers.replica_view import momentum_vector, replica_view
 from thinwire.methods.reduce.compressed_all_reduce import mean_, two_stage_mean_
 from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.strategies.traits import Traits
@@ -192,12 +192,7 @@ class CompressedMomentum(Strategy):
         return resize_errors(states, size)
 
     def _target(self, r: Replica) -> Tensor:
-        """Return the vector for momenta: the gradient itself, unless its dtype is too small or it is still in use."""
-        if not self.overlap and r.g.dtype in (torch.float32, torch.float64):
-            return r.g
-        if "message" not in r.state:
-            r.state["message"] = torch.zeros_like(r.g, dtype=torch.promote_types(r.g.dtype, torch.float32))
-        return r.state["message"]
+        return momentum_vector(r, overwrites=not self.overlap)  # with it, the backward pass still adds to the gradient
 
     def _send(self, r: Replica, part: slice) -> None:
         """Send this part's next momentum, and drop that of an earlier backward pass without a step."""

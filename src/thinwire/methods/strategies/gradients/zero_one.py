@@ -4,7 +4,6 @@
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -16,7 +15,7 @@ from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, check_payloads, check_sizes, draw_key
 from thinwire.methods.codecs.feedback import resize_errors
 from thinwire.methods.codecs.one_bit import OneBit
-from thinwire.methods.optimizers.replica_view import replica_view
+from thinwire.methods.optimizers.replica_view import momentum_vector, replica_view
 from thinwire.methods.optimizers.zero_one_adam import ZeroOneAdam
 from thinwire.methods.reduce.compressed_all_reduce import mean_, two_stage_mean_
 from thinwire.methods.strategies.base import Strategy
@@ -172,7 +171,7 @@ class ZeroOne(Strategy):
 
     def _synchronise(self, r: Replica) -> None:
         """Average the momenta since the last synchronization; all skip the step if the mean is not finite."""
-        view, target = replica_view(r), self._target(r)
+        view, target = replica_view(r), momentum_vector(r)
         parameters, momenta = view.within(slice(0, r.x.numel()), target)
         # Ranks without data have zero gradients; `share` corrects the mean for them.
         view.next_momenta_(slice(0, r.x.numel()), target, r.g, share=r.comm.size / r.active)
@@ -184,14 +183,6 @@ class ZeroOne(Strategy):
             r.count("skipped_steps")
             return
         view.optimizer.set_next_momenta(momenta, parameters, rescale=False)
-
-    def _target(self, r: Replica) -> Tensor:
-        """Return the vector for momenta: the gradient itself, unless its dtype is too small."""
-        if r.g.dtype in (torch.float32, torch.float64):
-            return r.g
-        if "message" not in r.state:
-            r.state["message"] = torch.zeros_like(r.g, dtype=torch.promote_types(r.g.dtype, torch.float32))
-        return r.state["message"]
 
 
 def _doubling(step: int, times: int, most: int) -> tuple[int, int]:
