@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from itertools import pairwise
 from math import lcm
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -153,7 +153,8 @@ def mean_from_residual(
 
     keys = StageKeys.of(key, comm.rank, comm.size)
     parts = _InParts(inner, source, residual, server_residual, serve, into, cuts, comm.rank, keys, count)
-    return PendingMeans().launch(_two_stage_mean(comm, x, parts, repr(inner)))
+    mean = _two_stage_mean(comm, x, parts, repr(inner))
+    return PendingMeans().launch(mean)
 
 
 def pieces(n: int, size: int, alignment: int) -> list[slice]:
@@ -327,116 +328,12 @@ def _two_stages_of(
     return _two_stage_mean(comm, x, whole, repr(inner) if answer is inner else f"{inner!r} and {answer!r}")
 
 
-class _Ends(Protocol):
-    """The computations of a two-stage mean, between its messages.
-
-    Attributes:
-        codec: encodes the vectors.
-        server: encodes the means.
-        cuts: the pieces, one for each rank.
-    """
-
-    @property
-    def codec(self) -> Codec: ...
-    @property
-    def server(self) -> Codec: ...
-    @property
-    def cuts(self) -> Sequence[slice]: ...
-
-    def finite(self) -> Flag:
-        """Return whether this rank's vector is finite."""
-        ...
-
-    def encode(self) -> list[Tensor]:
-        """Return the payload of each piece."""
-        ...
-
-    def answer(self, payloads: Sequence[Tensor], finite: Flag) -> tuple[Tensor | None, Flag]:
-        """Return the payload of the mean of this rank's piece, and whether it and `finite` are; else None."""
-        ...
-
-    def keep(self) -> None:
-        """Update the residuals after all ranks have succeeded."""
-        ...
-
-    def decode(self, payloads: Sequence[Tensor] | None) -> Tensor:
-        """Return the mean from the payloads of all pieces; without payloads, NaN."""
-        ...
-
-
-def _two_stage_mean(comm: Comm, x: Tensor, ends: _Ends, recipe: str) -> Stages:
-    """Run all of `two_stage_mean_`; `PendingMeans` resumes it after each `yield`."""
-    codec, server, device = ends.codec, ends.server, x.device
-    lengths = [cut.stop - cut.start for cut in ends.cuts]
-    sizes = [codec.nbytes(length) for length in lengths]
-    mean_sizes = sizes if server is codec else [server.nbytes(length) for length in lengths]
-    # The step of the launch, since the waits may belong to a later step.
-    header = Header(codec_number(recipe, x.numel()), comm.step)
-    del x
-
-    # Encode each piece, unless it is known that it is not finite. On a GPU this is not known here; then the payload is
-    # encoded all the same, and its header says that it is meaningless.
-    finite = ends.finite()
-    if finite is False:
-        payloads = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
-    else:
-        payloads = ends.encode()
-    messages = seal_each(payloads, header._replace(finite=finite))
-
-    # All-to-all: each piece to the rank that is its server.
-    scattered = comm.all_to_all(messages, [HEADER_BYTES + sizes[comm.rank]] * comm.size)
-    del messages
-    yield
-
-    # Decode all ranks' payloads of this rank's piece, and encode their mean.
-    received = unseal_all(scattered.wait(), header, codec.traits.dtype, comm.name)
-    del scattered
-    finite, code = _known_for(codec, received.usable), None
-    if finite is not False:
-        code, finite = ends.answer(received.payloads, finite)
-    # An all-gather needs payloads of one size: that of the first piece, the longest one.
-    payload = torch.zeros(mean_sizes[0], dtype=torch.uint8, device=device)
-    if code is not None:
-        payload[: code.nbytes].copy_(code.view(torch.uint8))
-    del code
-    received.payloads.clear()
-
-    # All-gather the mean of this rank's piece, or a flag for an invalid payload, so that all ranks raise.
-    header = header._replace(second_stage=True)
-    message = seal(payload, header._replace(finite=finite, accepted=received.valid))
-    del payload
-    gathered = comm.all_gather(message)
-    del message
-    yield
-
-    # All ranks check the same flags of all servers before any of them changes its residuals or its vector.
-    means = unseal_all(gathered.wait(), header, server.traits.dtype, comm.name)
-    del gathered
-
-    def refuse() -> None:
-        if problem := received.problem() or means.problem():
-            where = f"{comm.name(comm.rank)}, step {header.step}, compressed mean"
-            raise CommError(f"{where}: {problem}. All ranks must run the same recipe and be at the same step")
-
-    if means.valid is False:
-        refuse()
-    all_finite = yield means.usable
-    if all_finite:
-        ends.keep()
-    elif means.valid is not True:
-        refuse()
-    yield
-
-    # Decode the means of all pieces.
-    if not all_finite:
-        return ends.decode(None)
-    sized = zip(means.payloads, mean_sizes, strict=True)
-    return ends.decode([payload[: nbytes // payload.element_size()] for payload, nbytes in sized])
-
-
 @dataclass
 class _Whole:
-    """A mean that replaces its vector, and leaves it and the residuals unchanged until all ranks have succeeded."""
+    """A mean that replaces its vector, and leaves it and the residuals unchanged until all ranks have succeeded.
+
+    Its methods are the computations of `_two_stage_mean` between its messages, as are those of `_InParts`.
+    """
 
     x: Tensor
     updated: Tensor  # becomes the new residual; shares memory with `x` if that is in fp32
@@ -451,9 +348,11 @@ class _Whole:
     error: Tensor = field(init=False)  # of this server's answer
 
     def finite(self) -> Flag:
+        """Return whether this rank's vector is finite."""
         return _known_for(self.codec, is_finite(self.x))
 
     def encode(self) -> list[Tensor]:
+        """Return the payload of each piece."""
         if self.residuals is None:
             pieces = zip(self.cuts, self.keys.own, strict=True)
             return [self.codec.encode(self.updated[cut], {}, key) for cut, key in pieces]
@@ -462,6 +361,7 @@ class _Whole:
         )
 
     def answer(self, payloads: Sequence[Tensor], finite: Flag) -> tuple[Tensor | None, Flag]:
+        """Return the payload of the mean of this rank's piece, and whether it and `finite` are; else None."""
         mean = self.codec.decode_sum(payloads, self.updated[self.cuts[self.rank]], self.keys.received).div_(self.count)
         # The sum of finite decoded vectors may overflow; then the step is skipped, and residuals stay finite.
         # Some codes cannot encode it, and must not raise on this rank alone.
@@ -476,12 +376,14 @@ class _Whole:
         return code, both(finite, is_finite(mean))
 
     def keep(self) -> None:
+        """Update the residuals after all ranks have succeeded."""
         if self.residuals is not None:
             keep_(self.residuals[0], self.updated, self.decay)
             self.residuals[1].copy_(self.error)
             del self.error
 
     def decode(self, payloads: Sequence[Tensor] | None) -> Tensor:
+        """Return the mean from the payloads of all pieces; without payloads, NaN."""
         if payloads is None:
             return self.x.fill_(torch.nan)
         self.server.decode_pieces_(payloads, self.updated, self.cuts, self.keys.means)
@@ -597,6 +499,76 @@ class _InParts:
                 like = as_fp32(self.residual[part])
                 self.into[part].add_(self.codec.decode(code, like, key).to(self.into.device))
         return self.into
+
+
+def _two_stage_mean(comm: Comm, x: Tensor, ends: _Whole | _InParts, recipe: str) -> Stages:
+    """Run all of `two_stage_mean_`; `PendingMeans` resumes it after each `yield`."""
+    codec, server, device = ends.codec, ends.server, x.device
+    lengths = [cut.stop - cut.start for cut in ends.cuts]
+    sizes = [codec.nbytes(length) for length in lengths]
+    mean_sizes = sizes if server is codec else [server.nbytes(length) for length in lengths]
+    # The step of the launch, since the waits may belong to a later step.
+    header = Header(codec_number(recipe, x.numel()), comm.step)
+    del x
+
+    # Encode each piece, unless it is known that it is not finite. On a GPU this is not known here; then the payload is
+    # encoded all the same, and its header says that it is meaningless.
+    finite = ends.finite()
+    if finite is False:
+        payloads = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
+    else:
+        payloads = ends.encode()
+    messages = seal_each(payloads, header._replace(finite=finite))
+
+    # All-to-all: each piece to the rank that is its server.
+    scattered = comm.all_to_all(messages, [HEADER_BYTES + sizes[comm.rank]] * comm.size)
+    del messages
+    yield
+
+    # Decode all ranks' payloads of this rank's piece, and encode their mean.
+    received = unseal_all(scattered.wait(), header, codec.traits.dtype, comm.name)
+    del scattered
+    finite, code = _known_for(codec, received.usable), None
+    if finite is not False:
+        code, finite = ends.answer(received.payloads, finite)
+    # An all-gather needs payloads of one size: that of the first piece, the longest one.
+    payload = torch.zeros(mean_sizes[0], dtype=torch.uint8, device=device)
+    if code is not None:
+        payload[: code.nbytes].copy_(code.view(torch.uint8))
+    del code
+    received.payloads.clear()
+
+    # All-gather the mean of this rank's piece, or a flag for an invalid payload, so that all ranks raise.
+    header = header._replace(second_stage=True)
+    message = seal(payload, header._replace(finite=finite, accepted=received.valid))
+    del payload
+    gathered = comm.all_gather(message)
+    del message
+    yield
+
+    # All ranks check the same flags of all servers before any of them changes its residuals or its vector.
+    means = unseal_all(gathered.wait(), header, server.traits.dtype, comm.name)
+    del gathered
+
+    def refuse() -> None:
+        if problem := received.problem() or means.problem():
+            where = f"{comm.name(comm.rank)}, step {header.step}, compressed mean"
+            raise CommError(f"{where}: {problem}. All ranks must run the same recipe and be at the same step")
+
+    if means.valid is False:
+        refuse()
+    all_finite = yield means.usable
+    if all_finite:
+        ends.keep()
+    elif means.valid is not True:
+        refuse()
+    yield
+
+    # Decode the means of all pieces.
+    if not all_finite:
+        return ends.decode(None)
+    sized = zip(means.payloads, mean_sizes, strict=True)
+    return ends.decode([payload[: nbytes // payload.element_size()] for payload, nbytes in sized])
 
 
 def _residual_mean(comm: Comm, x: Tensor, feedback: ErrorFeedback, residual: Tensor, *, key: int, count: int) -> Stages:
