@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from typing import cast
 
 from torch import Tensor
 
@@ -97,12 +98,13 @@ class PendingMeans:
         self._means, self._in_first_stage = [], False
 
     def _finish(self) -> None:
-        self._advance()
         self._together(self._agree)
         self._means = []
 
     def _agree(self) -> None:
-        finite = all(read_flags([flag for mean in self._means if (flag := next(mean)) is not None]))
+        self._advance()
+        flags = cast(list[Flag], list(map(next, self._means)))  # the third `yield` has a flag
+        finite = all(read_flags(flags))
         for mean in self._means:
             mean.send(finite)
 

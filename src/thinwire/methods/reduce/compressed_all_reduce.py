@@ -503,13 +503,11 @@ class _InParts:
 
 def _two_stage_mean(comm: Comm, x: Tensor, ends: _Whole | _InParts, recipe: str) -> Stages:
     """Run all of `two_stage_mean_`; `PendingMeans` resumes it after each `yield`."""
-    codec, server, device = ends.codec, ends.server, x.device
+    codec, server, n, device = ends.codec, ends.server, x.numel(), x.device
+    del x
     lengths = [cut.stop - cut.start for cut in ends.cuts]
     sizes = [codec.nbytes(length) for length in lengths]
     mean_sizes = sizes if server is codec else [server.nbytes(length) for length in lengths]
-    # The step of the launch, since the waits may belong to a later step.
-    header = Header(codec_number(recipe, x.numel()), comm.step)
-    del x
 
     # Encode each piece, unless it is known that it is not finite. On a GPU this is not known here; then the payload is
     # encoded all the same, and its header says that it is meaningless.
@@ -518,6 +516,8 @@ def _two_stage_mean(comm: Comm, x: Tensor, ends: _Whole | _InParts, recipe: str)
         payloads = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
     else:
         payloads = ends.encode()
+    # The step of the launch, since the waits may belong to a later step.
+    header = Header(codec_number(recipe, n), comm.step)
     messages = seal_each(payloads, header._replace(finite=finite))
 
     # All-to-all: each piece to the rank that is its server.
