@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Means and exchanges over a comm: plain, compressed by a codec, or weighted by a topology."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
@@ -424,15 +424,13 @@ class _InParts:
         size = traits.alignment * max(1, self.limit // traits.alignment)
         return [slice(start, min(start + size, cut.stop)) for start in range(cut.start, cut.stop, size)]
 
-    def _parts_of(self, payload: Tensor, cut: slice) -> Iterator[tuple[Tensor, slice]]:
-        """Yield the payload of each part of a piece."""
-        parts = self._parts(cut)
+    def _parts_of(self, payload: Tensor, cut: slice) -> Iterable[tuple[Tensor, slice]]:
+        """Return the payload of each part of a piece, one after the other."""
+        parts, n = self._parts(cut), cut.stop - cut.start
         if len(parts) == 1:
-            yield payload, cut
-            return
-        for part in parts:
-            own = slice(part.start - cut.start, part.stop - cut.start)
-            yield self.codec.part_of(payload, cut.stop - cut.start, own), part
+            return [(payload, cut)]
+        own = (slice(part.start - cut.start, part.stop - cut.start) for part in parts)
+        return ((self.codec.part_of(payload, n, each), part) for each, part in zip(own, parts, strict=True))
 
     def finite(self) -> Flag:
         if self.residual.is_meta:
