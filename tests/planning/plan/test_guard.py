@@ -86,7 +86,7 @@ def test_the_fallback_is_measured_only_where_it_could_be_faster(
     assert verdict.seconds == pytest.approx(local) and verdict.fallback_seconds == pytest.approx(seconds)
     assert strategy == (LocalSGD(period=3) if kept else AllReduce())
     (record,) = caplog.records
-    assert record.levelname == ("INFO" if kept else "WARNING") and f"{strategy!s} goes on" in record.getMessage()
+    assert record.levelname == ("INFO" if kept else "WARNING") and f"{strategy!s} continues" in record.getMessage()
 
 
 def test_what_is_given_twice_is_refused() -> None:
