@@ -166,7 +166,7 @@ def wrong_meshes() -> None:
         try:
             mesh_2d(shape)
         except ConfigError as error:
-            assert "not 2" in str(error)
+            assert "their product 2" in str(error)
         else:
             raise AssertionError(shape)
     devices = init_device_mesh("cpu", (2, 1), mesh_dim_names=("row", "column"))
