@@ -10,6 +10,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 from tests.pool import run_processes
 from thinwire.cli import main
 from thinwire.core.storage.bucket import new_key
-from thinwire.errors import ThinwireError
+from thinwire.errors import ConfigError, ThinwireError
 from thinwire.integrations.script import ADD_LINES, run_script
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -39,12 +40,27 @@ def run_up(script: str, strategy: str, arguments: list[str], export: str | None 
     return printed.getvalue(), notes
 
 
-def run_in_bucket(script: str, url: str, key: str) -> tuple[str, list[str]]:
+def run_in_bucket(
+    script: str, url: str, key: str, arguments: list[str], workers: int | None = 2
+) -> tuple[str, list[str]]:
     """One worker of two that meet in a folder."""
-    printed, notes = io.StringIO(), []
-    with redirect_stdout(printed):
-        run_script(script, [], "LocalSGD(period=5)", note=notes.append, rendezvous=url, workers=2, key=key)
+    printed, notes = io.StringIO(), list[str]()
+    try:
+        with redirect_stdout(printed):
+            run_script(
+                script, arguments, "LocalSGD(period=5)", note=notes.append, rendezvous=url, workers=workers, key=key
+            )
+    except ThinwireError as error:
+        notes.append(f"{type(error).__name__}: {error}")
     return printed.getvalue(), notes
+
+
+def run_first_or_later(script: str, url: str, key: str, begun: str) -> tuple[str, list[str]]:
+    """One worker of two that meet in a folder: rank 1 trains first and for longer, and rank 0 joins it."""
+    first = os.environ["RANK"] == "1"
+    while not first and not Path(begun).exists():
+        time.sleep(0.01)
+    return run_in_bucket(script, url, key, ["500" if first else "40", begun], workers=None)
 
 
 def run_by_hand(script: str, arguments: list[str]) -> str:
@@ -156,10 +172,49 @@ def test_a_shuffled_loader_is_shared_in_every_epoch_and_evaluation_is_whole(tmp_
 
 def test_workers_that_meet_in_a_folder_read_the_data_in_orders_of_their_own(tmp_path: Path) -> None:
     pytest.importorskip("obstore")
-    arguments = (str(MNIST), (tmp_path / "run").as_uri(), new_key())
+    arguments = (str(MNIST), (tmp_path / "run").as_uri(), new_key(), list[str]())
     (first, notes), (second, _) = run_processes(2, run_in_bucket, *arguments, seconds=120)
     assert losses(first) != losses(second) and first.count("/11] Loss") == second.count("/11] Loss") == 22
     assert any("each worker reads all 11 batches in its own order" in note for note in notes)
+
+
+LONG = """
+import sys, time
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+for step in range(int(sys.argv[1])):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    time.sleep(0.02)
+    if step == 3:
+        open(sys.argv[2], "w").close()
+print("done")
+"""
+
+
+def test_a_worker_may_join_and_leaves_when_its_script_ends_and_the_others_continue(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    script = tmp_path / "train.py"
+    script.write_text(LONG)
+    arguments = (str(script), (tmp_path / "run").as_uri(), new_key(), str(tmp_path / "begun"))
+    (joined, notes), (first, others) = run_processes(2, run_first_or_later, *arguments, seconds=120)
+    assert not any("Error" in note for note in [*notes, *others]), (notes, others)
+    assert joined == first == "done\n"
+    assert any("joins at step" in note for note in notes) and any("at their own pace" in note for note in notes)
+    with pytest.raises(ConfigError, match=r"export='m\.safetensors' with rendezvous: workers that join and leave"):
+        run_script(script, strategy="LocalSGD(period=5)", export="m.safetensors", rendezvous="memory://any")
+
+
+def test_workers_that_meet_in_a_folder_and_read_the_same_batches_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + "optimizer = torch.optim.SGD(model.parameters())" + LOOP)
+    arguments = (str(script), (tmp_path / "run").as_uri(), new_key(), list[str]())
+    (_, notes), _ = run_processes(2, run_in_bucket, *arguments, seconds=120)
+    assert "they read the same batches" in notes[-1] and notes[-1].endswith("draws batches of its own")
 
 
 HEAD = """

@@ -35,6 +35,7 @@ from thinwire.methods.strategies.base import Strategy
 from thinwire.worker.attach import attach
 from thinwire.worker.worker import Stats, Worker, internals_of
 
+WORKERS = "THINWIRE_WORKERS"
 RANK, SIZE = "THINWIRE_RANK", "THINWIRE_WORLD_SIZE"
 """Variables from which a script may read its place among the workers."""
 ADD_LINES = (
@@ -42,6 +43,7 @@ ADD_LINES = (
     "sampler = torch.utils.data.DistributedSampler(dataset, num_replicas=size, rank=rank)\n"
     "loader = DataLoader(dataset, sampler=sampler, batch_size=batch_size)"
 )
+_DRAW_LINES = "draws = numpy.random.default_rng()  # without a seed, so that each worker draws batches of its own"
 # Scripts that read these variables would start DistributedDataParallel by themselves.
 _HIDDEN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 _BY_HAND = "Call thinwire.attach(model, optimizer, strategy) in the script instead"
@@ -89,11 +91,13 @@ def run_script(
         export: a safetensors file for the model that all workers agree on, written when the script has ended.
         note: called on rank 0 with each message about the run.
         options: more for `attach`. With `rendezvous`, workers have no rank before they are attached, so each reads all
-            data in an order of its own, and each writes its own files.
+            data in an order of its own. Without a number of workers, each leaves the run when its script ends, and the
+            others continue.
 
     Raises:
         ConfigError: the script has several candidates for the model or the optimizer, or none; a parameter moves
-            otherwise under `attach` than by the optimizer alone; or workers read the same batches.
+            otherwise under `attach` than by the optimizer alone; workers read the same batches; or `export` is given
+            for workers that end at different steps.
 
     Example:
         >>> from pathlib import Path
@@ -116,6 +120,13 @@ def run_script(
     path = Path(script)
     if not path.is_file():
         raise ConfigError(f"{path}: no such file. Give a Python script that trains a model, such as train.py")
+    if not options.get("rendezvous") and not options.keys() & {"group", "comm", "mesh"}:
+        options["rendezvous"] = os.environ.get("THINWIRE_RENDEZVOUS")  # as `attach` does
+    if export is not None and options.get("rendezvous") and not (options.get("workers") or os.environ.get(WORKERS)):
+        raise ConfigError(
+            f"export={str(export)!r} with rendezvous: workers that join and leave at any time end at different steps, "
+            f"so there is no model on which all agree at the end. Give workers=N, or set {WORKERS}"
+        )
     run = _Run(strategy, options, note)
     with run.installed(seed), _as_program(path, arguments):
         try:
@@ -187,7 +198,10 @@ class _Run:
         stats = worker.stats()
         if export is not None:
             worker.export(export)
-        worker.detach()
+        if worker.elastic is None:
+            worker.detach()
+        else:  # the others are not at the end of their scripts
+            internals_of(worker).undo.close()
         return Finished(self.rank, self.size, stats)
 
     # -- the model and the optimizer -------------------------------------------------------------------------------
@@ -248,14 +262,19 @@ class _Run:
             for name in self._environment:
                 os.environ.pop(name, None)
         internals = internals_of(worker)
-        internals.refuses_equal_batches = ADD_LINES
+        internals.refuses_equal_batches = _DRAW_LINES if self._own_order else ADD_LINES
+        if worker.step:  # the optimizer has the others' state, and a copy from before has not
+            self._parity = None
         if self._parity is not None:
             self._first_step.callback(optimizer.register_step_pre_hook(self._parity.before).remove)
         self._note(
             f"{type(model).__name__} with {sum(p.numel() for p in model.parameters()):,} parameters and "
             f"{_described(optimizer)}: attached with {worker.strategy} on {worker.comm.size} workers"
         )
-        if worker.comm.size > 1 and not (worker.comm.in_step and worker.strategy.traits.meets_every == 1):
+        if worker.step:
+            self._note(f"joins at step {worker.step}. The script's own counters and learning rates start from 0")
+        in_step = worker.elastic is None and worker.comm.in_step and worker.strategy.traits.meets_every == 1
+        if not in_step and (worker.comm.size > 1 or worker.elastic is not None):
             self._note("workers take their steps at their own pace, so it is not checked that they read other batches")
         self._seed = torch.initial_seed()
         if self._own_order or self.rank:
@@ -304,7 +323,7 @@ class _Run:
         changed: list[tuple[Any, str, Any]] = [
             (DataLoader, "__iter__", shared),
             (DataLoader, "__len__", shared_length),
-            *[(torch, "save", save_on_first)] * (not self._own_order),
+            *[(torch, "save", save_on_first)] * (self.size > 1),  # on one machine
         ]
         for owner, name, function in changed:
             undo.callback(setattr, owner, name, getattr(owner, name))
