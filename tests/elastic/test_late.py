@@ -71,6 +71,30 @@ class Model(nn.Module):
         super().__init__()
         self.x = nn.Parameter(START.clone())
 
+    def tensors(self) -> list[nn.Parameter]:
+        return [self.x]
+
+
+class Tensors(nn.Module):
+    """As `Model`, in an embedding and two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second, third = START.clone().split([6, 10, 8])
+        self.vector, self.matrix = nn.Parameter(first), nn.Parameter(second.view(2, 5))
+        self.embedding = nn.Embedding(4, 2, _weight=third.view(4, 2))
+
+    def tensors(self) -> list[nn.Parameter]:
+        return [self.vector, self.matrix, self.embedding.weight]
+
+
+TURNED = (slice(6), slice(6, 16))
+"""The tensors of `Tensors` without its embedding."""
+
+
+def flat(model: Model | Tensors) -> Tensor:
+    return torch.cat([x.detach().flatten() for x in model.tensors()])
+
 
 def name_of(worker: Worker) -> str:
     assert isinstance(worker.elastic, LateRounds)
@@ -86,23 +110,26 @@ def run(
     size: int = SIZE,
     period: int = PERIOD,
     pause: Callable[[int, int], float] = lambda name, step: 0.0,
+    make: type[Model] | type[Tensors] = Model,
 ) -> list[tuple[Tensor, list[Closing]]]:
     """Train threads up to a round; returns the consensus and the log of each."""
 
     def work(rank: int) -> tuple[Tensor, list[Closing]]:
-        model = Model()
+        model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         with attach(model, optimizer, strategy, timeout=30, **fleet(rank)) as worker:
             assert isinstance(worker.elastic, LateRounds)
             name, own = int(name_of(worker)), 0
             while worker.step < rounds * period:
-                model.x.grad = gradient(name, own, model.x.detach())
+                slopes = gradient(name, own, flat(model)).split([x.numel() for x in model.tensors()])
+                for x, slope in zip(model.tensors(), slopes, strict=True):
+                    x.grad = slope.view_as(x)
                 worker.record_batch(samples(name))
                 time.sleep(pause(name, own))
                 optimizer.step()
                 own += 1
             with worker.consensus():
-                return model.x.detach().clone(), worker.elastic.closings
+                return flat(model), worker.elastic.closings
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(work, range(size)))
@@ -267,6 +294,23 @@ def test_any_order_of_arrivals_equals_the_oracle(base: str, late: Any, delayed: 
     assert torch.allclose(found[0][0], expected, atol=1e-4 if coded else 1e-10), (found[0][0] - expected).abs().max()
 
 
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize(("delay", "carry"), [(0, "off"), (2, "full")])
+def test_norms_and_directions_are_merged_as_in_the_oracle(delay: int, carry: Any, coded: bool) -> None:
+    log = random_log(7 + coded, 7, delay, carry)
+    codec = ErrorFeedback(Nearest(bits=8)) if coded else None
+    options = LateMerging(codec=codec, delay=delay, carry=carry, merge="radial", replay=log)
+    found = run(in_store(options), DiLoCo(period=PERIOD), options, len(log), make=Tensors)
+    shared: dict[str, Any] = {"samples": samples, "rate": RATE, "exponent": 0.5, "delay": delay, "carry": carry}
+    expected, mean = (
+        train(gradient, START, arrivals(log), outer=nesterov(), code=code if coded else None, turned=turned, **shared)
+        for turned in (TURNED, ())
+    )
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][0], found[2][0])
+    assert torch.allclose(found[0][0], expected, atol=1e-4 if coded else 1e-10), (found[0][0] - expected).abs().max()
+    assert (expected - mean).norm() > 0.01
+
+
 LONG = 6
 """A period that has room for a delay between the rounds of three fragments."""
 FRAGMENTED: dict[str, tuple[Strategy, int, Callable[[], Callable[[Tensor, Tensor], Tensor]]]] = {
@@ -285,17 +329,28 @@ FRAGMENT_CASES = list(
 def test_fragments_in_any_order_of_arrivals_equal_the_oracle(
     base: str, late: Any, delayed: tuple[int, Any], coded: bool
 ) -> None:
+    seed = FRAGMENT_CASES.index((base, late, delayed, coded))
+    check_fragments(seed, base, late, delayed, coded=coded)
+
+
+def test_fragments_merge_norms_and_directions_of_the_parts_of_tensors() -> None:
+    check_fragments(0, "DiLoCo", "discounted", (1, "full"), coded=False, turned=[[slice(6), slice(6, 12)], [slice(4)]])
+
+
+def check_fragments(
+    seed: int, base: str, late: Any, delayed: tuple[int, Any], *, coded: bool, turned: Sequence[Sequence[slice]] = ()
+) -> None:
     strategy, count, outer = FRAGMENTED[base]
     delay, carry = delayed
     # The fragments in the order in which their rounds end: those of Streaming from the last one.
     cuts = [slice(f * NUMEL // count, (f + 1) * NUMEL // count) for f in range(count)]
     cuts = cuts[::-1] if base == "Streaming" else cuts
     ends = [(f + 1) * LONG // count for f in range(count)]
-    seed = FRAGMENT_CASES.index((base, late, delayed, coded))
     log = random_log_of_fragments(seed, 4 * count, count, ends, LONG, delay, carry)
     codec = ErrorFeedback(Nearest(bits=8)) if coded else None
-    options = LateMerging(late=late, codec=codec, delay=delay, carry=carry, replay=log)
-    found = run(in_store(options), strategy, options, 4, period=LONG)
+    merge: Any = "radial" if turned else "mean"
+    options = LateMerging(late=late, codec=codec, delay=delay, carry=carry, merge=merge, replay=log)
+    found = run(in_store(options), strategy, options, 4, period=LONG, make=Tensors if turned else Model)
     expected = train_fragments(
         gradient,
         START,
@@ -309,6 +364,7 @@ def test_fragments_in_any_order_of_arrivals_equal_the_oracle(
         code=code if coded else None,
         delay=delay,
         carry=carry,
+        turned=turned,
     )
     for x, closings in found:
         assert torch.equal(x, found[0][0])

@@ -63,6 +63,7 @@ def train(
     code: Callable[[Tensor], Tensor] | None = None,
     delay: int = 0,
     carry: str = "off",
+    turned: Sequence[slice] = (),
 ) -> Tensor:
     """Workers that take local steps of SGD, from the order in which their work arrives.
 
@@ -77,6 +78,7 @@ def train(
         code: of messages, whose errors each worker adds to its next one.
         delay: the steps between a message and the end of its round.
         carry: what becomes of them.
+        turned: tensors of which norms and directions are averaged apart.
     """
     points, errors = [start], dict[int, Tensor]()
     steps, after = dict[int, int](), dict[int, tuple[int, Tensor]]()
@@ -104,14 +106,27 @@ def train(
         return code(found)
 
     for number, arrivals in enumerate(log):
-        total, weight = torch.zeros_like(start), 0.0
+        changes, shares = list[Tensor](), list[float]()
         for worker, started, tokens in sorted(arrivals, key=lambda each: (each[1], each[0])):
-            found = message(worker, started, tokens)
             age = number - started
-            share = tokens * (0.0 if age and exponent is None else (1 + age) ** -(exponent or 0.0))
-            total, weight = total + share * found, weight + share
-        points.append(outer(points[-1], total / weight if weight else total))
+            changes.append(message(worker, started, tokens))
+            shares.append(tokens * (0.0 if age and exponent is None else (1 + age) ** -(exponent or 0.0)))
+        points.append(outer(points[-1], merge(changes, shares, turned)))
     return points[-1]
+
+
+def merge(changes: Sequence[Tensor], shares: Sequence[float], turned: Sequence[slice]) -> Tensor:
+    """The weighted mean; radial-directional merging of these tensors: the mean norm along the mean direction."""
+    if not any(shares):
+        return torch.zeros_like(changes[0])
+    weights = torch.tensor(shares, dtype=changes[0].dtype) / sum(shares)
+    stacked = torch.stack(list(changes))
+    result = weights @ stacked
+    for where in turned:
+        norms = stacked[:, where].norm(dim=1)
+        direction = weights @ (stacked[:, where] / norms[:, None])
+        result[where] = (weights @ norms) * direction / direction.norm()
+    return result
 
 
 FragmentArrival = tuple[int, int, float, tuple[int, ...]]
@@ -132,6 +147,7 @@ def train_fragments(
     code: Callable[[Tensor], Tensor] | None = None,
     delay: int = 0,
     carry: str = "off",
+    turned: Sequence[Sequence[slice]] = (),
 ) -> Tensor:
     """As `train`, with rounds that merge one fragment after the other.
 
@@ -148,6 +164,7 @@ def train_fragments(
         code: of messages, whose errors each worker adds to its next one of the same fragment.
         delay: the steps between a message and the end of its round.
         carry: what becomes of them.
+        turned: of each fragment, tensors of which norms and directions are averaged apart.
     """
     count = len(cuts)
     points = [[start[cut]] for cut in cuts]  # of each fragment, after so many of its rounds
@@ -177,16 +194,17 @@ def train_fragments(
     workers = {worker: messages(worker) for arrivals in log for worker, *_ in arrivals}
     made: dict[tuple[int, int], Tensor] = {}
     for number, arrivals in enumerate(log):
-        total, weight = torch.zeros_like(points[number % count][0]), 0.0
+        changes, shares = list[Tensor](), list[float]()
         for worker, started, tokens, _ in sorted(arrivals, key=lambda each: (each[1], each[0])):
             while (worker, started) not in made:
                 at, message = next(workers[worker])
                 made[worker, at] = message
             age = (number - started) // count
-            share = tokens * (0.0 if age and exponent is None else (1 + age) ** -(exponent or 0.0))
-            total, weight = total + share * made[worker, started], weight + share
+            changes.append(made[worker, started])
+            shares.append(tokens * (0.0 if age and exponent is None else (1 + age) ** -(exponent or 0.0)))
         found = points[number % count]
-        found.append(outers[number % count](found[-1], total / weight if weight else total))
+        merged = merge(changes, shares, turned[number % count] if turned else ())
+        found.append(outers[number % count](found[-1], merged))
     result = start.clone()
     for cut, found in zip(cuts, points, strict=True):
         result[cut] = found[-1]

@@ -37,7 +37,8 @@ class LateMerging(CloseRule, ElasticOptions):
     newest round that any of them has saved. `worker.elastic.closings` lists the rounds that this worker has applied.
 
     The discount is that of Xie, Koyejo and Gupta, Asynchronous Federated Optimization, 2019, arXiv:1903.03934,
-    Section 5.2. Rounds with a quorum and a grace window: Decoupled DiLoCo, 2026.
+    Section 5.2. Rounds with a quorum and a grace window, and radial-directional merging: Douillard et al., Decoupled
+    DiLoCo, 2026, arXiv:2604.21428.
 
     Args:
         quorum: see `CloseRule`.
@@ -50,6 +51,9 @@ class LateMerging(CloseRule, ElasticOptions):
             others' arrive, so that it waits less.
         carry: how these steps are kept: "off" drops them; "full" adds them to the new parameters; "adaptive" adds them
             times their cosine with the change of the common parameters, at least 0.
+        merge: "mean" as above; "radial" takes of each tensor but embeddings the mean of the norms $\|\delta_i\|$, along
+            the mean of the directions $\delta_i / \|\delta_i\|$, both with the weights $w_i$. Contributions are nearly
+            orthogonal, so that their mean is shorter than each; this merge is as long as they are.
         replay: the log of a run with workers that were all present from the start; it is repeated bit by bit.
 
     Raises:
@@ -73,6 +77,7 @@ class LateMerging(CloseRule, ElasticOptions):
     codec: Codec | None = None
     delay: int = 0
     carry: Literal["off", "full", "adaptive"] = "off"
+    merge: Literal["mean", "radial"] = "mean"
     replay: tuple[Closing, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -82,6 +87,8 @@ class LateMerging(CloseRule, ElasticOptions):
             raise ConfigError(f"late={self.late!r}: must be 'off', 'discounted' or 'full'. Use 'discounted'")
         if self.carry not in ("off", "full", "adaptive"):
             raise ConfigError(f"carry={self.carry!r}: must be 'off', 'full' or 'adaptive'. Use 'off'")
+        if self.merge not in ("mean", "radial"):
+            raise ConfigError(f"merge={self.merge!r}: must be 'mean' or 'radial'. Use 'mean'")
         if self.delay < 0 or (self.carry != "off" and self.delay == 0):
             raise ConfigError(
                 f"delay={self.delay} with carry={self.carry!r}: it must not be negative, and only steps of a delay can "

@@ -71,6 +71,7 @@ _HEADER_BYTES = 1 << 16
 _STATE_BYTES = 1 << 40
 _LOOK_SECONDS = 1.0  # between looks for lost workers
 _LONGEST_PAUSE, _PAUSE_SHARE = 2.0, 0.1  # between looks for messages
+_TINY = 1e-30  # in place of a norm of 0
 _KEPT_ROUNDS = 8  # whose contributions stay, for workers that were considered lost
 
 
@@ -666,11 +667,12 @@ class LateRounds:
         fragment = self._fragments[closing.round % len(self._fragments)]
         with _kept(fragment.parts):
             for i, (part, point) in enumerate(zip(fragment.parts, fragment.points, strict=True)):
-                mean = torch.zeros_like(_exact(point))
+                like = _exact(point)
+                merge = _Merge(like, self._turned(part))
                 for each, message in zip(closing.contributions, messages, strict=True):
                     if weights[each]:
-                        mean.add_(self._decoded(message, part, mean, i), alpha=weights[each])
-                part.x.copy_(mean.add_(point))
+                        merge.add(self._decoded(message, part, like, i), weights[each])
+                part.x.copy_(merge.result().add_(point))
             for r in worker.replicas:
                 r.step = self._step_after(closing.round)
                 # Outer steps may divide by the rate, which must be the same on all workers.
@@ -729,6 +731,19 @@ class LateRounds:
         payload, codec = message.payloads[replica], self._codec_for(part)
         key = self._key(message.drawn, message.contribution.started, replica)
         return payload if codec is None else codec.decode(payload, like, key)
+
+    def _turned(self, part: Replica) -> list[slice]:
+        """Return the tensors of a part whose norms and directions are averaged apart."""
+        if self.options.merge == "mean":
+            return []
+        embeddings = {id(each.weight) for each in self.worker.model.modules() if isinstance(each, nn.Embedding)}
+        names = {
+            segment.name
+            for parameters, segments in self.worker.layouts
+            for x, segment in zip(parameters, segments, strict=True)
+            if id(x) in embeddings
+        }
+        return [slice(each.start, each.stop) for each in part.segments if each.name not in names]
 
     def _sweep(self) -> None:
         """Delete own contributions that all present workers have applied."""
@@ -1072,6 +1087,37 @@ def _kept(parts: Sequence[Replica]) -> Generator[None]:
     finally:
         for part, x in zip(parts, own, strict=True):
             part.x.copy_(x)
+
+
+class _Merge:
+    """The weighted mean of changes; of some of their tensors, the mean norm along the mean direction.
+
+    Args:
+        like: a vector of the same form.
+        turned: these tensors.
+    """
+
+    def __init__(self, like: Tensor, turned: Sequence[slice]) -> None:
+        self._sum, self._turned = torch.zeros_like(like), turned
+        self._norms = [like.new_zeros(()) for _ in turned]
+
+    def add(self, change: Tensor, weight: float) -> None:
+        """Add a change; the weights of all add up to one."""
+        if not self._turned:
+            self._sum.add_(change, alpha=weight)
+            return
+        factors = torch.full_like(self._sum, weight)
+        for where, total in zip(self._turned, self._norms, strict=True):
+            norm = change[where].norm()
+            total.add_(norm, alpha=weight)
+            factors[where].div_(norm.clamp_(min=_TINY))
+        self._sum.addcmul_(change, factors)
+
+    def result(self) -> Tensor:
+        """Return the merge."""
+        for where, total in zip(self._turned, self._norms, strict=True):
+            self._sum[where].mul_(total / self._sum[where].norm().clamp_(min=_TINY))
+        return self._sum
 
 
 def _as_tree(message: _Message) -> dict[str, Any]:
