@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -19,6 +20,7 @@ pytest.importorskip("obstore")
 pytest.importorskip("cryptography")
 
 from tests.buckets import Process, environment, serve
+from tests.elastic.chaos import SILENT_SECONDS, be_elsewhere
 from tests.problems import flat
 from tests.worker.test_rendezvous import build
 from thinwire import attach
@@ -39,12 +41,14 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY, new_key())
 
 
-def train(outbox: Any, url: str, recipe: str, stop: Path) -> None:
+def train(outbox: Any, url: str, recipe: str, stop: Path, timeout: float = 40, *, elsewhere: bool = False) -> None:
     """Train until the step in the file `stop`; answers with the number of workers after each change."""
     # Clocks of machines may differ and jump, so nothing may depend on one.
     time.time = random.Random(os.getpid()).random
+    if elsewhere:
+        be_elsewhere()
     model, optimizer = build()
-    worker = attach(model, optimizer, recipe, rendezvous=url, timeout=40)
+    worker = attach(model, optimizer, recipe, rendezvous=url, timeout=timeout)
     assert worker.elastic is not None
     worker.elastic.on_view.append(lambda view: outbox.send((view.size, worker.step)))
     notice = Notice(worker, every=4, signals=[signal.SIGUSR1])
@@ -143,6 +147,81 @@ def test_workers_join_leave_and_are_killed_over_s3(recipe: str, tmp_path: Path) 
         check_changes("s3://bucket/run", environment(endpoint), recipe, tmp_path)
 
 
+def train_elsewhere(outbox: Any, url: str, stop: Path) -> None:
+    """Train as on another machine, whose end only its heartbeats show."""
+    train(outbox, url, "LocalSGD(period=4)", stop, SILENT_SECONDS, elsewhere=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_worker_that_sleeps_longer_than_every_timeout_stops_and_joins_again(tmp_path: Path) -> None:
+    url, stop = f"file://{tmp_path}/run", tmp_path / "stop"
+    workers: list[Process] = []
+
+    def add() -> Process:
+        workers.append(Process(train_elsewhere, url, stop, extra={KEY: os.environ[KEY]}))
+        return workers[-1]
+
+    try:
+        desktop = add()
+        until_size(desktop, 1)
+        laptop = add()
+        for each in (desktop, laptop):
+            until_size(each, 2)
+        assert laptop.process.pid is not None
+        os.kill(laptop.process.pid, signal.SIGSTOP)
+        until_size(desktop, 1)
+        time.sleep(SILENT_SECONDS + 1)
+        os.kill(laptop.process.pid, signal.SIGCONT)
+        told = laptop.receive(60)
+        assert told.startswith("PeerLostError: ") and "Start it again to let it join" in told
+        laptop = add()
+        for each in (desktop, laptop):
+            until_size(each, 2)
+        stop_all([desktop, laptop], stop, 120)
+        found = [each.receive(100) for each in (desktop, laptop)]
+        assert found[0][1] and found[0] == found[1]
+    finally:
+        for each in workers:
+            each.end()
+
+
+def test_the_members_of_a_view_are_looked_at_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    size, most, active = 6, 0, 0
+    buckets = [Bucket.open("memory://many") for _ in range(size)]
+    members = [
+        Membership(
+            BucketStore(bucket, "0"),
+            f"worker-{rank}",
+            timeout=60,
+            state=lambda _: State.UNKNOWN,
+            beat_seconds=60,
+            connected=False,
+        )
+        for rank, bucket in enumerate(buckets)
+    ]
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(lambda each: each.enter(None, size), members))
+    request = buckets[0]._request
+
+    async def late(call: Any, nbytes: int) -> Any:
+        nonlocal most, active
+        active += 1
+        most = max(most, active)
+        await asyncio.sleep(0.02)
+        active -= 1
+        return await request(call, nbytes)
+
+    monkeypatch.setattr(buckets[0], "_request", late)
+    own, view = members[0], members[0].view
+    assert view is not None
+    for look in (own.given_up, lambda: own.are_gone(range(size)), lambda: own.gone(view.members, view)):
+        most = 0
+        assert not look() and most >= size - 1
+    for each in members:
+        each.close()
+
+
 @pytest.mark.parametrize(
     ("recipe", "steps"),
     [
@@ -218,8 +297,7 @@ def test_heartbeats_continue_where_a_record_is_damaged(tmp_path: Path) -> None:
     seen = set[bytes]()
     end = time.monotonic() + 20
     while len(seen) < 5 and time.monotonic() < end:
-        assert store.check(["beat/a"])
-        seen.add(store.get("beat/a"))
+        seen.update(store.values(["beat/a"]))
     member.close()
     assert len(seen) >= 5
 

@@ -24,9 +24,11 @@ pytest.importorskip("obstore")
 pytest.importorskip("cryptography")
 
 from tests.buckets import Process
+from tests.elastic.chaos import SILENT_SECONDS, be_elsewhere
 from tests.oracles.late import Arrival, train, train_fragments
 from thinwire import (
     AllReduce,
+    CommError,
     CommTimeoutError,
     ConfigError,
     DiLoCo,
@@ -46,10 +48,11 @@ from thinwire import (
     Worker,
     attach,
 )
-from thinwire.core.storage.bucket import KEY, new_key
+from thinwire.core.storage.bucket import KEY, Bucket, BucketStore, new_key
 from thinwire.elastic.closing import Closing, Contribution, Phase
 from thinwire.elastic.late_rounds import LateRounds
 from thinwire.elastic.notice import Notice
+from thinwire.elastic.objects import BucketObjects
 from thinwire.elastic.threads import ThreadNetwork
 from thinwire.planning.plan import explain, parse_store
 
@@ -505,7 +508,7 @@ def train_process(outbox: Any, settings: dict[str, Any], stop: Path, seconds: fl
     """Train until the file `stop` names a step; reports the start, and in the end the consensus and the log."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    worker = attach(model, optimizer, DiLoCo(period=PERIOD, fragments=fragments), timeout=40, **settings)
+    worker = attach(model, optimizer, DiLoCo(period=PERIOD, fragments=fragments), **{"timeout": 40, **settings})
     notice = Notice(worker, every=1, signals=[signal.SIGUSR1])
     name, own, until = int(name_of(worker)) % len(TARGETS), 0, 1_000_000
     outbox.send((name, worker.step))
@@ -581,6 +584,102 @@ def test_workers_are_killed_and_stopped_and_join_and_leave(tmp_path: Path, fragm
             worker.end()
     taken = {worker for _, _, log in ends for closing in log for _, worker, *_ in closing}
     assert taken >= {"1", "2", "3", "4"}
+
+
+def test_a_state_that_is_larger_than_announced_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    put, url, refused = BucketObjects.put, f"memory://{secrets.token_hex(8)}", threading.Event()
+
+    def put_more(objects: BucketObjects, name: str, content: bytes) -> None:
+        put(objects, name, content + bytes(100) * name.startswith("late/state/"))
+
+    monkeypatch.setattr(BucketObjects, "put", put_more)
+
+    def work(_: int) -> str:
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        try:
+            with attach(
+                model, optimizer, DiLoCo(period=PERIOD), rendezvous=url, workers=2, elastic=LateMerging(quorum=0.5)
+            ):
+                assert refused.wait(60)
+        except CommError as error:
+            refused.set()
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = sorted(pool.map(work, range(2)))
+    assert first == "" and "late/state/0/0: has " in second and "Use a separate path for each run" in second
+
+
+def test_old_contributions_and_states_are_deleted() -> None:
+    model, url = Model(), f"memory://{secrets.token_hex(8)}"
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    with attach(model, optimizer, DiLoCo(period=PERIOD), rendezvous=url, elastic=LateMerging()) as worker:
+        while worker.step < 40 * PERIOD:
+            model.x.grad = gradient(0, worker.step, model.x.detach())
+            optimizer.step()
+        bucket = Bucket.open(url)
+        assert len(left := bucket.wait(bucket.list("0/late"))) <= 10, left
+        assert not any("state" in name for name in left)
+
+
+def test_an_outage_of_the_store_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BucketStore.__init__.__kwdefaults__, "seconds", 0.1)  # for which failed requests are repeated
+    down, request, url = threading.Event(), Bucket._request, f"memory://{secrets.token_hex(8)}"
+
+    async def answer(bucket: Bucket, call: Any, nbytes: int) -> Any:
+        if down.is_set():
+            call.close()
+            raise ConnectionError("no route to host")
+        return await request(bucket, call, nbytes)
+
+    monkeypatch.setattr(Bucket, "_request", answer)
+
+    def work(rank: int) -> Tensor:
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        late = LateMerging(quorum=1.0)
+        with attach(model, optimizer, DiLoCo(period=PERIOD), rendezvous=url, workers=2, elastic=late) as worker:
+            for number in range(10 * PERIOD):
+                model.x.grad = gradient(rank, number, model.x.detach())
+                optimizer.step()
+                if number == 3 * PERIOD and not down.is_set():
+                    down.set()
+                    threading.Timer(1.5, down.clear).start()
+            with worker.consensus():
+                return model.x.detach().clone()
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(work, range(2))
+    assert torch.equal(first, second)
+
+
+def train_elsewhere(outbox: Any, settings: dict[str, Any], stop: Path) -> None:
+    """Train as on another machine, whose end only its heartbeats show."""
+    be_elsewhere()
+    train_process(outbox, settings, stop, 0.01)
+
+
+@pytest.mark.slow
+def test_a_worker_that_sleeps_longer_than_every_timeout_continues_with_the_others(tmp_path: Path) -> None:
+    settings = {"rendezvous": f"file://{tmp_path}/run", "workers": 3, "elastic": LateMerging(quorum=0.5)}
+    settings["timeout"], extra, stop = SILENT_SECONDS, {KEY: new_key()}, tmp_path / "stop"
+    workers = [Process(train_elsewhere, settings, stop, extra=extra) for _ in range(3)]
+    try:
+        names = {str(worker.receive(60)[0]): worker for worker in workers}
+        os.kill(names["1"].process.pid, signal.SIGSTOP)
+        time.sleep(SILENT_SECONDS + 4)
+        os.kill(names["1"].process.pid, signal.SIGCONT)
+        workers.append(Process(train_elsewhere, settings, stop, extra=extra))
+        _, step = workers[-1].receive(60)
+        ends = ends_of(workers, stop, step + 200 * PERIOD)
+    finally:
+        for worker in workers:
+            worker.process.kill()
+            worker.end()
+    starts = [started for _, _, log in ends for closing in log for started, worker, *_ in closing if worker == "1"]
+    assert max(starts) > step // PERIOD
 
 
 @pytest.mark.slow

@@ -159,11 +159,11 @@ def test_a_worker_elsewhere_that_is_silent_for_long_is_not_waited_for(monkeypatc
 def test_a_remote_worker_has_ended_if_its_heartbeat_stops_for_the_given_or_the_default_seconds() -> None:
     member = Membership(memory_store(), "a", timeout=1, beat_seconds=1.0, state=lambda _: State.UNKNOWN)
     silences = iter([7.9, 8.1, 8.1, 2.1])
-    member.heartbeat = lambda _: (next(silences), "")  # type: ignore[method-assign,assignment]
+    member.heartbeats = lambda workers: [(next(silences), "") for _ in workers]  # type: ignore[method-assign,assignment]
     try:
         assert member.state_of("b", "") is State.UNKNOWN
         assert member.state_of("b", "") is State.ENDED  # eight beats
-        assert member.state_of("b", "", 20.0) is State.UNKNOWN
-        assert member.state_of("b", "", 2.0) is State.ENDED
+        assert member.states_of({"b": ""}, 20.0) == {"b": State.UNKNOWN}
+        assert member.states_of({"b": ""}, 2.0) == {"b": State.ENDED}
     finally:
         member.close()

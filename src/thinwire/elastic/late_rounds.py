@@ -68,7 +68,6 @@ from thinwire.worker.times import Report
 T = TypeVar("T")
 _LOGGER = logging.getLogger("thinwire")
 _HEADER_BYTES = 1 << 16
-_STATE_BYTES = 1 << 40
 _LOOK_SECONDS = 1.0  # between looks for lost workers
 _LONGEST_PAUSE, _PAUSE_SHARE = 2.0, 0.1  # between looks for messages
 _TINY = 1e-30  # in place of a norm of 0
@@ -204,6 +203,7 @@ class LateRounds:
         self._first = first
         self._others = {str(rank): _Other(each, first.rows[each]) for rank, each in enumerate(first.members)}
         self._requests, self._served, self._published = 0, 0, 0
+        self._states: dict[str, int] = {}  # the states that this worker has published, and the rounds of these
         rank = first.rank(membership.worker)
         self.number = first.size + membership.last_request - 1 if rank is None else rank
         self._name = str(self.number)
@@ -485,11 +485,9 @@ class LateRounds:
         looks = now - self._looked > _LOOK_SECONDS
         if looks:
             self._looked = now
-            for name in sorted(self._closer.workers - {self._name}):
-                other = self._others[name]
-                if self._membership.has_ended(other.id, other.row, self._first.epoch):
-                    self._closer.lose(name)
-                    news = True
+            for name in self._ended(self._closer.workers - {self._name}):
+                self._closer.lose(name)
+                news = True
         # One that is considered lost may only be slow.
         present = {*self._closer.workers, *wanted}
         names = [name for name in self._others if name != self._name and (looks or name in present)]
@@ -504,6 +502,12 @@ class LateRounds:
             for call in self.on_view:
                 call(view)
         return news
+
+    def _ended(self, names: Iterable[str]) -> list[str]:
+        """Return those of the workers that have ended, or have left the run."""
+        found = {name: self._others[name] for name in sorted(names)}
+        ended = self._membership.ended({each.id: each.row for each in found.values()}, self._first.epoch)
+        return [name for name, other in found.items() if other.id in ended]
 
     def _take_requests(self, *, now: bool = False) -> bool:
         """Name the workers that have asked to join."""
@@ -599,7 +603,7 @@ class LateRounds:
         started, until = self._fragments[number].started, self._end_in_replay(number)
         news = begin = time.monotonic()
         while True:
-            closer = self._closer
+            closer, looked = self._closer, time.monotonic()
             record = self._closing(until)
             if record is not None:
                 news = begin = time.monotonic()
@@ -612,16 +616,14 @@ class LateRounds:
                 news = time.monotonic()
             now = time.monotonic()
             if until is None and (closing := closer.propose(now)) is not None:
-                self._membership.records.propose(
-                    f"closing/{closing.round}", {"by": self._name, "taken": closing.content()}
-                )
+                self._membership.propose(f"closing/{closing.round}", {"by": self._name, "taken": closing.content()})
                 continue
             missing = sorted(closer.missing(), key=int)
             if now - begin >= AWAITED_SECONDS:
                 self._awaited = [int(name) for name in missing]
             if closer.owner == self._name:  # a missing one may wait for a state
                 self._serve()
-            if now - news > self.comm.timeout:
+            if looked - news > self.comm.timeout:  # a process that was stopped looks again first
                 raise CommTimeoutError(
                     f"worker {self.worker_id}, step {self.worker.step}: round {closer.round} was not closed within "
                     f"{self.comm.timeout:g} s; worker {', '.join(missing) or 'none'} has not contributed. Use a longer "
@@ -651,7 +653,7 @@ class LateRounds:
         number = self._closer.round
         if until is not None:
             return (self.options.replay[number], "") if number < min(until, len(self.options.replay)) else None
-        found = self._membership.records.read(f"closing/{number}")
+        found = self._membership.read(f"closing/{number}")
         if found is None:
             return None
         return Closing.read(number, found["taken"]), str(found["by"])
@@ -705,14 +707,15 @@ class LateRounds:
         keys = [(each.worker, each.started) for each in closing.contributions]
         end, misses = time.monotonic() + self.comm.timeout, 0
         while missing := [key for key in keys if key not in self._messages]:
+            begin = time.monotonic()  # this process may be stopped while it looks
             # The worker that proposed the closing had read all of it. Another may join before this one looks.
             looked = self._look([worker for worker, _ in missing])
             misses = 0 if looked else misses + 1
             # The run is far ahead: the others have deleted what this worker has missed.
-            far = self._membership.records.read(f"closing/{closing.round + _KEPT_ROUNDS}") is not None
+            far = self._membership.read(f"closing/{closing.round + _KEPT_ROUNDS}") is not None
             if misses > 2 and far and not self.options.replay:
                 return None
-            if time.monotonic() > end:
+            if begin > end and misses > 2:
                 raise CommTimeoutError(
                     f"worker {self.worker_id}: contributions {missing} of round {closing.round} did not arrive within "
                     f"{self.comm.timeout:g} s. Start this worker again to let it join"
@@ -746,14 +749,17 @@ class LateRounds:
         return [slice(each.start, each.stop) for each in part.segments if each.name not in names]
 
     def _sweep(self) -> None:
-        """Delete own contributions that all present workers have applied."""
+        """Delete own contributions that all present workers have applied, and states from before them."""
         slowest = min(self._others[name].round for name in self._closer.workers | {self._name})
         before = max(slowest - _KEPT_ROUNDS, self._closer.round - 8 * _KEPT_ROUNDS)
         old = [n for n, (_, taken) in self._sent.items() if taken is not None and taken < before]
+        states = [name for name, round in self._states.items() if round < before]
         for number in old:
             del self._sent[number]
-        if old and not self.options.replay:
-            self._objects.delete([f"late/{self._name}/{number}" for number in old])
+        for name in states:
+            del self._states[name]
+        if (old or states) and not self.options.replay:
+            self._objects.delete([*(f"late/{self._name}/{number}" for number in old), *states])
 
     # -- workers that come and go --------------------------------------------------------------------------------------
 
@@ -781,15 +787,17 @@ class LateRounds:
     def _publish(self, state: dict[str, Any], keys: list[str]) -> None:
         name = f"late/state/{self._name}/{self._published}"
         self._published += 1
-        self._objects.put(name, to_bytes(state).numpy().tobytes())
+        self._states[name] = self._closer.round
+        content = to_bytes(state).numpy().tobytes()
+        self._objects.put(name, content)
         for key in keys:
-            self._membership.records.propose(key, {"name": name})
+            self._membership.propose(key, {"name": name, "bytes": len(content)})
 
     def _serve(self) -> None:
         """Give workers that have asked the state at the start of the open round."""
         self._take_requests()
         keys = [f"state/{number}" for number in range(self._served + 1, self._requests + 1)]
-        if unanswered := [key for key in keys if self._membership.records.read(key) is None]:
+        if unanswered := [key for key in keys if self._membership.read(key) is None]:
             self._write_state(unanswered)
         self._served = self._requests
 
@@ -822,15 +830,18 @@ class LateRounds:
             CommTimeoutError: no worker has answered in time.
         """
         end = time.monotonic() + self.comm.timeout
-        while (content := self._named_state(key)) is None:
+        while True:
+            begin = time.monotonic()  # this process may be stopped while it looks
+            if (content := self._named_state(key)) is not None:
+                break
             self._take_requests()
-            others = [each for each in self._others.values() if each.id != self.worker_id]
-            if all(self._membership.has_ended(each.id, each.row, self._first.epoch) for each in others):
+            others = (name for name, each in self._others.items() if each.id != self.worker_id)
+            if all(self._ended([name]) for name in others):
                 raise RunEndedError(
                     "the run in this store has ended: all its workers are gone. To start a new run, use another path "
                     "or name"
                 )
-            if time.monotonic() > end:
+            if begin > end:
                 raise CommTimeoutError(
                     f"worker {self.worker_id} got no state of the run within {self.comm.timeout:g} s. Its rounds take "
                     "longer, or it has ended. Use a longer timeout"
@@ -842,8 +853,8 @@ class LateRounds:
 
     def _named_state(self, key: str) -> bytes | None:
         """Return the object that a record names; None if one of the two does not exist yet."""
-        found: Mapping[str, str] | None = self._membership.records.read(key)
-        return None if found is None else self._objects.get([found["name"]], _STATE_BYTES)[0]
+        found: Mapping[str, Any] | None = self._membership.read(key)
+        return None if found is None else self._objects.get([found["name"]], found["bytes"])[0]
 
     def _start_from(self, packed: dict[str, Any], round: int, workers: Iterable[str]) -> None:
         """Start all fragments from a common state, with this round open."""
@@ -955,7 +966,7 @@ class LateRounds:
             PeerLostError: one of them has ended.
             CommTimeoutError: one of them does not call `load`.
         """
-        records, mine, cause = self._membership.records, dict[str, Any](), None
+        mine, cause = dict[str, Any](), None
         try:
             mine["found"] = call()
         except Exception as error:
@@ -963,19 +974,20 @@ class LateRounds:
             known = isinstance(error, OSError | CheckpointError | ConfigError)
             mine["problem"] = str(error) if known else f"it does not fit ({type(error).__name__}: {error})"
         place = f"load/{self._first.begins}/{self._loads}/{what}"
-        records.propose(f"{place}/{self._name}", mine)
+        self._membership.propose(f"{place}/{self._name}", mine)
         rows, end = dict[str, dict[str, Any]](), time.monotonic() + self.comm.timeout
         while absent := [str(rank) for rank in range(self._first.size) if str(rank) not in rows]:
-            rows.update({name: row for name in absent if (row := records.read(f"{place}/{name}")) is not None})
-            for name in (name for name in absent if name not in rows):
-                other = self._others[name]
-                ended = self._membership.has_ended(other.id, other.row, self._first.epoch)
+            told = self._membership.read_each([f"{place}/{name}" for name in absent])
+            rows.update({name: row for name, row in zip(absent, told, strict=True) if row is not None})
+            absent = [name for name in absent if name not in rows]
+            for name in self._ended(absent):
                 # It may have written its row, and raised the error of another one, since the look above.
-                if ended and records.read(f"{place}/{name}") is None:
-                    raise PeerLostError(f"worker {other.id} was lost in load(). Start all workers again")
+                if self._membership.read(f"{place}/{name}") is None:
+                    raise PeerLostError(f"worker {self._others[name].id} was lost in load(). Start all workers again")
+            for name in absent:
                 if time.monotonic() > end:
                     raise CommTimeoutError(
-                        f"worker {self.worker_id}: worker {other.id} has not called load() within "
+                        f"worker {self.worker_id}: worker {self._others[name].id} has not called load() within "
                         f"{self.comm.timeout:g} s. All workers of the start must call it directly after attach"
                     )
             if len(rows) < self._first.size:

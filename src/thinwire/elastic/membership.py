@@ -37,15 +37,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from typing import Any, TypeVar
 
 from thinwire.core.comm.liveness import ROW_BYTES, Processes, State, own_row
 from thinwire.core.comm.roll_call import Store, within
+from thinwire.core.storage.bucket import BucketStore
 from thinwire.core.view import Progress, View, is_worker, rows_in
-from thinwire.elastic.records import Records
+from thinwire.elastic.records import Records, values_of
 from thinwire.errors import CommError, CommTimeoutError, ConfigError, PeerLostError
 
 T = TypeVar("T")
@@ -82,7 +83,6 @@ class Membership:
 
     Attributes:
         view: the current view; None before `enter`.
-        records: the signed records of the run.
         last_request: the number of this worker's last request to join; 0 if it made none.
         row: the location of this worker's processes, as in `View.rows`.
         on_offer: called with each part of a state that this worker is offered while it waits to join.
@@ -91,7 +91,7 @@ class Membership:
 
     def __init__(
         self,
-        store: Store,
+        store: Store | BucketStore,
         worker: str,
         *,
         timeout: float,
@@ -111,7 +111,7 @@ class Membership:
         self.on_offer: Callable[[str], None] | None = None
         self.report: Callable[[], str] = str
         self._store = store
-        self.records = Records(store, token)
+        self._records = Records(store, token)
         self.row = row or own_row().hex()
         self._follows = bool(rank)
         self._is_group = rank is not None
@@ -198,9 +198,9 @@ class Membership:
         end, absent = time.monotonic() + self.timeout, list(range(size))
         while self._view(epoch) is None:
             self._take_place(keys if rank is None else [keys[rank]], own)
-            places = [self._read(key) for key in keys]
-            if all(place is not None for place in places):
-                absent = [each for each, place in enumerate(places) if not self._runs(place)]
+            places = self.read_each(keys)
+            if None not in places:
+                absent = self._absent(places)
                 if not absent:
                     rows: dict[str, str] = dict(places)
                     self._check_kind(rows)
@@ -209,7 +209,7 @@ class Membership:
                     self._propose(View(epoch, tuple(rows), rows=rows, requests=asked, begins=epoch))
                     break
             if time.monotonic() > end:
-                missing = [each for each, key in enumerate(keys) if not is_worker(self._read(key))] or absent
+                missing = [rank for rank, place in enumerate(self.read_each(keys)) if not is_worker(place)] or absent
                 who = "this worker" if rank is None else f"rank {rank}"
                 raise CommTimeoutError(
                     f"{who}: rank {', '.join(map(str, missing))} of {size} initial workers did not arrive in "
@@ -224,9 +224,8 @@ class Membership:
         Raises:
             ConfigError: one of them does not; without this check, each would train alone.
         """
-        for each in workers:
-            kind = self._read(f"kind/{each}") or "elastic"
-            if kind != self._kind:
+        for kind in self.read_each([f"kind/{each}" for each in workers]):
+            if (kind := kind or "elastic") != self._kind:
                 raise ConfigError(
                     f"worker {self.worker} was started for {_KINDS[self._kind]}, and another worker of this run for "
                     f"{_KINDS.get(kind, kind)}. Set THINWIRE_WORKERS on all machines or on none, give all workers the "
@@ -235,27 +234,26 @@ class Membership:
 
     def _take_place(self, keys: list[str], own: list[str]) -> None:
         """Become the worker of the first rank of these that no other running worker has."""
-        if self._place is not None and self._place[0] in keys and self._read(self._place[0]) == own:
+        if self._place is not None and self._place[0] in keys and self.read(self._place[0]) == own:
             return
         for key in keys:
-            found = self._do(lambda key=key: self.records.propose(key, own))
+            found = self.propose(key, own)
             if found != own and (not is_worker(found) or self.state_of(found[0], found[1]) is State.ENDED):
-                found = self._do(lambda key=key, old=found: self.records.propose(key, own, instead_of=old))
+                found = self.propose(key, own, instead_of=found)
             if found == own or len(keys) == 1:
                 self._place = key, own
                 return
 
-    def _runs(self, place: Any) -> bool:
-        """Return True if the worker of a rank is known to run."""
-        if not is_worker(place):
-            return False  # it has withdrawn
-        worker, row = place
-        found = self.state_of(worker, row)
-        if found is State.UNKNOWN:
+    def _absent(self, places: Sequence[Any]) -> list[int]:
+        """Return the ranks whose workers have withdrawn, or are not known to run."""
+        states = self.states_of({place[0]: place[1] for place in places if is_worker(place)})
+        for worker in (each for each, state in states.items() if state is State.UNKNOWN):
             # A remote worker must show a heartbeat, since a killed worker leaves its record and its last beat.
             beat = self._beats[worker][0]
-            return self._first_beats.setdefault(worker, beat) != beat
-        return found is not State.ENDED
+            if self._first_beats.setdefault(worker, beat) != beat:
+                states[worker] = State.RUNNING
+        running = {each for each, state in states.items() if state not in (State.UNKNOWN, State.ENDED)}
+        return [rank for rank, place in enumerate(places) if not (is_worker(place) and place[0] in running)]
 
     def _restarts(self, last: View) -> bool:
         """Return True if the run restarts as the next view: all workers are gone, and none has taken a step.
@@ -263,22 +261,34 @@ class Membership:
         In a fixed run, if any of them is gone.
         """
         if self._fixed:
-            return any(self.is_gone(each, last) for each in last.members)
+            return bool(self.gone(last.members, last))
         key = f"steps/{last.begins}"
-        found = self._read(key)
-        if found is None and all(self.is_gone(each, last) for each in last.members):
-            found = self._do(lambda: self.records.propose(key, _NONE))
+        found = self.read(key)
+        if found is None and self._all_gone(last):
+            found = self.propose(key, _NONE)
         return found == _NONE
 
-    def is_gone(self, worker: str, view: View) -> bool:
-        """Return True if a worker of a view has ended, or has left the run."""
-        return self.has_ended(worker, view.rows[worker], view.epoch, self._given_up_seconds)
+    def gone(self, workers: Collection[str], view: View) -> set[str]:
+        """Return those of the workers of a view that have ended, or have left the run."""
+        return self.ended({each: view.rows[each] for each in workers}, view.epoch, self._given_up_seconds)
 
-    def has_ended(self, worker: str, row: str, epoch: int, silent: float | None = None) -> bool:
-        """Return True if a worker's process has ended or is silent, or if it has left the view of this number."""
-        if self.state_of(worker, row, silent) is State.ENDED:
-            return True
-        return self._read(f"next/{epoch + 1}/{worker}") == _WITHDRAWN
+    def _all_gone(self, view: View) -> bool:
+        # One after the other: the first one that runs is usually the first that is asked for.
+        return all(self.gone([each], view) for each in view.members)
+
+    def ended(self, rows: Mapping[str, str], epoch: int, silent: float | None = None) -> set[str]:
+        """Return the workers whose processes have ended or are silent, or that have left the view of this number.
+
+        Args:
+            rows: the locations of their processes, by their ids.
+            epoch: the number of the view.
+            silent: after how many seconds without a heartbeat a remote worker has ended.
+        """
+        states = self.states_of(rows, silent)
+        notes = self.read_each([f"next/{epoch + 1}/{each}" for each in rows])
+        return {
+            each for each, note in zip(rows, notes, strict=True) if states[each] is State.ENDED or note == _WITHDRAWN
+        }
 
     def take_step(self) -> None:
         """Record that a step counts: after any worker's first step, the run cannot restart.
@@ -288,7 +298,7 @@ class Membership:
         """
         assert self.view is not None, "enter() comes first"
         key = f"steps/{self.view.begins}"
-        if not self._stepped and self._do(lambda: self.records.propose(key, _TAKEN)) != _TAKEN:
+        if not self._stepped and self.propose(key, _TAKEN) != _TAKEN:
             raise PeerLostError(
                 f"worker {self.worker}: it was considered lost before the first step, and the others have restarted "
                 "the run. Start it again to let it join"
@@ -308,7 +318,7 @@ class Membership:
         with suppress(StoreLostError), self._in_brief:
             if self._place is not None:
                 key, own = self._place
-                self._do(lambda: self.records.propose(key, _WITHDRAWN, instead_of=own))
+                self.propose(key, _WITHDRAWN, instead_of=own)
             if self._request_key:
                 self._write(self._request_key, _WITHDRAWN)
             last = self.newest()
@@ -343,7 +353,7 @@ class Membership:
                 continue
             if self._takes_offer(number, part):
                 part, end = part + 1, time.monotonic() + self.timeout
-            if last is not None and all(self.is_gone(each, last) for each in last.members):
+            if last is not None and self._all_gone(last):
                 raise RunEndedError(
                     f"the run in this store has ended: all workers of its last view, {last.epoch}, are gone. To start "
                     f"a new run, {self._fix}"
@@ -357,7 +367,7 @@ class Membership:
 
     def _takes_offer(self, number: int, part: int) -> bool:
         """Receive a part of a state if it is offered to this worker, whose request has this number."""
-        if self.on_offer is None or (offered := self._read(self._offer_key(number, part))) is None:
+        if self.on_offer is None or (offered := self.read(self._offer_key(number, part))) is None:
             return False
         self.on_offer(offered)
         return True
@@ -376,7 +386,7 @@ class Membership:
             # The first rank gives up in time, and the kernel reports its end.
             end = time.monotonic() + 3 * self.timeout
             while (view := self._view(epoch)) is None:
-                asked = self._read(f"group/{self.worker}")
+                asked = self.read(f"group/{self.worker}")
                 if asked == _WITHDRAWN or self.has_lost_rank():
                     raise PeerLostError(
                         f"worker {self.worker}: another rank of this group has ended, or could not enter the run. See "
@@ -404,7 +414,7 @@ class Membership:
         """
         assert self.view is not None, "enter() comes first"
         key = f"step/{self.view.epoch}"
-        while not isinstance(number := self._read(key), int):
+        while not isinstance(number := self.read(key), int):
             if self.given_up():
                 raise PeerLostError(f"worker {self.worker}: view {self.view.epoch} ended before its first step")
             time.sleep(self.poll_seconds)
@@ -424,12 +434,12 @@ class Membership:
         assert self.view is not None, "enter() comes first"
         key = f"next/{self.view.epoch + 1}/{self.worker}"
         with suppress(StoreLostError), self._in_brief:
-            self._do(lambda: self.records.propose(key, _WITHDRAWN))
+            self.propose(key, _WITHDRAWN)
 
     def request(self) -> int:
         """Ask to join; return the number of the request."""
         number, own = max(self._requests, self.last_request) + 1, [self.worker, self.row]
-        while self._do(lambda key=f"join/{number}": self.records.propose(key, own)) != own:
+        while self.propose(f"join/{number}", own) != own:
             number += 1
         self._request_key, self.last_request = f"join/{number}", number
         if self._is_group:
@@ -438,23 +448,22 @@ class Membership:
 
     def requested(self, number: int) -> tuple[str, str] | None:
         """Return id and process of the worker of a request to join; None if there is none yet, or it was withdrawn."""
-        asks = self._read(f"join/{number}")
+        asks = self.read(f"join/{number}")
         return (asks[0], asks[1]) if is_worker(asks) else None
 
     def asked(self, upto: int) -> dict[int, tuple[str, str]]:
         """Return id and process of the workers that asked to join since the last view, by request number."""
         assert self.view is not None, "enter() comes first"
-        found: dict[int, tuple[str, str]] = {}
-        for number in range(self.view.requests + 1, upto + 1):
-            asks = self._read(f"join/{number}")
-            if is_worker(asks) and self.state_of(asks[0], asks[1]) is not State.ENDED:
-                found[number] = asks[0], asks[1]
-        return found
+        numbers = range(self.view.requests + 1, upto + 1)
+        asks = self.read_each([f"join/{number}" for number in numbers])
+        found = {number: (each[0], each[1]) for number, each in zip(numbers, asks, strict=True) if is_worker(each)}
+        states = self.states_of(dict(found.values()))
+        return {number: each for number, each in found.items() if states[each[0]] is not State.ENDED}
 
     def offer(self, number: int, what: dict[str, str | int]) -> None:
         """Offer a part of a state to the worker of a request."""
         part = 0
-        while self._do(lambda part=part: self.records.propose(self._offer_key(number, part), what)) != what:
+        while self.propose(self._offer_key(number, part), what) != what:
             part += 1  # this one is of a donor that was lost since
 
     # -- a change of view ------------------------------------------------------------------------------------------
@@ -498,12 +507,11 @@ class Membership:
                     )
                 time.sleep(self.poll_seconds)
                 continue
-            here = [each for each in before.members if self._has_registered(each, epoch)]
-            away = [each for each in before.members if each not in here and self.state(each) is not State.ENDED]
-            if not away or time.monotonic() > end:
+            here = self._registered(before.members, epoch)
+            away = self.states_of({each: before.rows[each] for each in before.members if each not in here})
+            if all(state is State.ENDED for state in away.values()) or time.monotonic() > end:
                 # It may have registered and ended since the last check.
-                here = [each for each in before.members if self._has_registered(each, epoch)]
-                proposal = self._proposal(before, here, requests, donor)
+                proposal = self._proposal(before, self._registered(before.members, epoch), requests, donor)
                 if not proposal.progress:  # the workers with a state are in the middle of a round, or gone
                     raise RunEndedError(
                         f"worker {self.worker} has no state yet, and no worker with a state has answered within "
@@ -555,8 +563,7 @@ class Membership:
         if not self._follows:
             self._write(f"next/{self.view.epoch + 1}/{self.worker}", asdict(progress))
 
-    def _proposal(self, before: View, here: list[str], requests: int | None, donor: str) -> View:
-        told = {each: self._read(f"next/{before.epoch + 1}/{each}") for each in here}
+    def _proposal(self, before: View, told: Mapping[str, Any], requests: int | None, donor: str) -> View:
         progress = {each: Progress.read(found) for each, found in told.items() if isinstance(found, dict)}
         joined = dict(self.asked(requests or 0).values())
         left = {each: found.left for each, found in progress.items() if found.left}
@@ -575,8 +582,10 @@ class Membership:
             begins=before.begins,
         )
 
-    def _has_registered(self, worker: str, epoch: int) -> bool:
-        return self._read(f"next/{epoch}/{worker}") is not None
+    def _registered(self, workers: Sequence[str], epoch: int) -> dict[str, Any]:
+        """Return what those of the workers have written that have finished the view before this one."""
+        notes = self.read_each([f"next/{epoch}/{each}" for each in workers])
+        return {each: note for each, note in zip(workers, notes, strict=True) if note is not None}
 
     def history(self) -> list[View]:
         """Return all views of the run so far, from its first to the current one."""
@@ -594,7 +603,7 @@ class Membership:
     def _count_requests(self) -> None:
         # No counter is used, since a stray write could set it to any number.
         number = self._requests
-        while self.records.read(f"join/{number + 1}") is not None:
+        while self._records.read(f"join/{number + 1}") is not None:
             number += 1
         self._requests = max(number, self._requests)
 
@@ -602,14 +611,9 @@ class Membership:
         """Return the settings of the run as its first worker recorded them; `own` if this is the first."""
         assert self.view is not None, "enter() comes first"
         key = f"facts/{self.view.begins}{self._part}"
-        return str(self._do(lambda: self.records.propose(key, own)))
+        return str(self.propose(key, own))
 
     # -- who runs --------------------------------------------------------------------------------------------------
-
-    def state(self, worker: str) -> State:
-        """Return the known state of a member's process."""
-        assert self.view is not None, "enter() comes first"
-        return self.state_of(worker, self.view.rows[worker])
 
     def given_up(self) -> bool:
         """Return True if this view has ended or cannot connect: a member is gone or registered for the next."""
@@ -626,12 +630,10 @@ class Membership:
             return False
 
     def _view_has_ended(self, others: list[str], epoch: int, rows: Mapping[str, str]) -> bool:
-        if self._is_group and (self.has_lost_rank() or self._read(self._failure_key()) is not None):
+        if self._is_group and (self.has_lost_rank() or self.read(self._failure_key()) is not None):
             return True
-        return any(
-            self.state_of(each, rows[each], self._given_up_seconds) is State.ENDED or self._has_registered(each, epoch)
-            for each in others
-        )
+        states = self.states_of({each: rows[each] for each in others}, self._given_up_seconds)
+        return State.ENDED in states.values() or bool(self._registered(others, epoch))
 
     def has_lost_rank(self) -> bool:
         """Return True if the process of another rank of this worker's group is known to have ended."""
@@ -649,13 +651,22 @@ class Membership:
     def _given_up_seconds(self) -> float:
         return max(_GIVEN_UP_SECONDS, _GIVEN_UP_BEATS * self._beat_seconds)
 
-    def state_of(self, worker: str, row: str, silent: float | None = None) -> State:
-        """Return the state of a process; a remote one has ended if its heartbeat stops for `silent` seconds."""
+    def state_of(self, worker: str, row: str) -> State:
+        """Return the state of a worker's process."""
+        return self.states_of({worker: row})[worker]
+
+    def states_of(self, rows: Mapping[str, str], silent: float | None = None) -> dict[str, State]:
+        """Return the states of processes; a remote one has ended if its heartbeat stops for `silent` seconds."""
         silent = max(_SILENT_SECONDS, _SILENT_BEATS * self._beat_seconds) if silent is None else silent
-        if worker == self.worker:
-            return State.RUNNING
-        found = self._state_by_process(worker, row)
-        return found if found is not State.UNKNOWN else self._state_by_beats(worker, silent)
+        found = {
+            each: State.RUNNING if each == self.worker else self._state_by_process(each, row)
+            for each, row in rows.items()
+        }
+        remote = [each for each, state in found.items() if state is State.UNKNOWN]
+        for each, (silence, _) in zip(remote, self.heartbeats(remote), strict=True):
+            if silence > silent:
+                found[each] = State.ENDED
+        return found
 
     def _state_by_process(self, worker: str, row: str) -> State:
         if self._given_state is not None:
@@ -666,17 +677,17 @@ class Membership:
         order = (State.ENDED, State.UNKNOWN, State.STOPPED, State.RUNNING)
         return next((each for each in order if each in states), State.UNKNOWN)
 
-    def _state_by_beats(self, worker: str, silent: float) -> State:
-        return State.ENDED if self.heartbeat(worker)[0] > silent else State.UNKNOWN
-
-    def heartbeat(self, worker: str) -> tuple[float, str]:
-        """Return for how many seconds the heartbeat of a worker has not changed; its counter and report follow."""
-        key, now = f"beat/{worker}", time.monotonic()
-        beat = self._do(lambda: self._store.get(key) if self._store.check([key]) else b"")
-        known = self._beats.get(worker)
-        if known is None or known[0] != beat:
-            self._beats[worker] = known = (beat, now)
-        return now - known[1], beat.decode(errors="replace")
+    def heartbeats(self, workers: Collection[str]) -> list[tuple[float, str]]:
+        """Return for how many seconds the heartbeat of each worker has not changed; its counter and report follow."""
+        now, found = time.monotonic(), list[tuple[float, str]]()
+        beats = self._do(lambda: values_of(self._store, [f"beat/{each}" for each in workers])) if workers else []
+        seen = time.monotonic()  # this process may be stopped while it reads
+        for worker, beat in zip(workers, beats, strict=True):
+            known = self._beats.get(worker)
+            if known is None or known[0] != beat:
+                self._beats[worker] = known = (beat, seen)
+            found.append((max(0.0, now - known[1]), beat.decode(errors="replace")))
+        return found
 
     def _beat(self) -> None:
         """Send heartbeats of this process, and check for join requests."""
@@ -700,7 +711,7 @@ class Membership:
         view = self.view
         assert view is not None, "enter() comes first"
         with suppress(StoreLostError), self._in_brief:  # the call that waits for them fails at its timeout
-            return any(self.is_gone(view.members[rank], view) for rank in ranks)
+            return bool(self.gone([view.members[rank] for rank in ranks], view))
         return False
 
     def close(self) -> None:
@@ -721,13 +732,13 @@ class Membership:
 
     def _propose(self, view: View) -> View:
         """Store a view unless its number is taken; return the stored one."""
-        found = View.read(self._do(lambda: self.records.propose(f"view/{view.epoch}", view.content())))
-        self._do(lambda: self.records.hint("epoch", view.epoch))
+        found = View.read(self.propose(f"view/{view.epoch}", view.content()))
+        self._do(lambda: self._records.hint("epoch", view.epoch))
         return found
 
     def _view(self, epoch: int) -> View | None:
         """Return the view with a number; None if it does not exist yet."""
-        found = self._read(f"view/{epoch}")
+        found = self.read(f"view/{epoch}")
         return None if found is None else View.read(found)
 
     def has_view(self, epoch: int) -> bool:
@@ -761,14 +772,23 @@ class Membership:
         return last
 
     def _hint(self) -> int:
-        found = self._read("epoch")
+        found = self.read("epoch")
         return found if isinstance(found, int) else 0
 
-    def _read(self, key: str) -> Any:
-        return self._do(lambda: self.records.read(key))
+    def read(self, key: str) -> Any:
+        """Return a signed record of the run; None if it does not exist."""
+        return self.read_each([key])[0]
+
+    def read_each(self, keys: Sequence[str]) -> list[Any]:
+        """Return signed records of the run; None for each that does not exist."""
+        return self._do(lambda: self._records.read_each(keys)) if keys else []
+
+    def propose(self, key: str, value: object, *, instead_of: object = None) -> Any:
+        """Write a signed record of the run if it does not exist, or is `instead_of`; return the resulting one."""
+        return self._do(lambda: self._records.propose(key, value, instead_of=instead_of))
 
     def _write(self, key: str, value: object) -> None:
-        self._do(lambda: self.records.write(key, value))
+        self._do(lambda: self._records.write(key, value))
 
     def _do(self, call: Callable[[], T]) -> T:
         """Return the store's answer; a bucket may be out of reach for a while, up to the timeout.
@@ -778,6 +798,7 @@ class Membership:
         """
         end = time.monotonic() + (0.0 if self._connected or self._in_brief.calls else self.timeout)
         while True:
+            begin = time.monotonic()  # this process may be stopped in a call
             try:
                 return within(_STORE_SECONDS, call)
             except CommError:
@@ -786,7 +807,7 @@ class Membership:
                 problem = f"no answer within {_STORE_SECONDS:g} s"
             except (RuntimeError, OSError) as error:
                 problem = str(error).partition("\n")[0][:200]
-            if time.monotonic() >= end:
+            if begin >= end:
                 break
             time.sleep(self.poll_seconds)
         raise StoreLostError(

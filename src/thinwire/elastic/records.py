@@ -8,15 +8,23 @@ import hmac
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from thinwire.core.comm.roll_call import Store
+from thinwire.core.storage.bucket import BucketStore
 from thinwire.errors import CommError, ConfigError
 
 TOKEN = "THINWIRE_TOKEN"
 _TOKEN_KEY = "token"
 _TRIES = 100
+
+
+def values_of(store: Store | BucketStore, keys: Sequence[str]) -> list[bytes]:
+    """Return the values of keys, b"" for none; a bucket looks at all of them at the same time."""
+    if isinstance(store, BucketStore):
+        return store.values(keys)
+    return [store.get(key) if store.check([key]) else b"" for key in keys]
 
 
 class Records:
@@ -26,7 +34,7 @@ class Records:
     the next write replaces it.
 
     Args:
-        store: a store that outlives every worker.
+        store: a store that outlives every worker. A key of it is written by one method only, of those below.
         token: the secret of the run.
 
     Example:
@@ -41,13 +49,17 @@ class Records:
         (None, [3])
     """
 
-    def __init__(self, store: Store, token: bytes) -> None:
+    def __init__(self, store: Store | BucketStore, token: bytes) -> None:
         self._store = store
         self._token = token
 
     def read(self, key: str) -> Any:
         """Return the value of a key; None if it has no valid one."""
-        return self._decode(key, self._store.get(key)) if self._store.check([key]) else None
+        return self.read_each([key])[0]
+
+    def read_each(self, keys: Sequence[str]) -> list[Any]:
+        """Return the values of keys, as `read` does."""
+        return [self._decode(key, x) for key, x in zip(keys, values_of(self._store, keys), strict=True)]
 
     def write(self, key: str, value: object) -> None:
         """Store a value, and replace another one.

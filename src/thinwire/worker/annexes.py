@@ -157,22 +157,8 @@ The comm is that of this worker's own ranks, if it is a group.
 """
 
 
-class OpenRun(Protocol):
-    """Opens a run in a bucket; returns this worker's entry, and whether the run is fixed."""
-
-    def __call__(
-        self,
-        url: str,
-        *,
-        key: str | None,
-        workers: int | None,
-        elastic: bool | ElasticOptions,
-        timeout: float,
-        group: Comm | None,
-    ) -> tuple[Fleet, bool]:
-        """Open the run at a URL."""
-        ...
-
+OpenRun = Callable[..., tuple[Fleet, bool]]
+"""`thinwire.elastic.fleet.fleet_in_bucket`."""
 
 _registered: dict[str, Callable[[], Any]] = {}
 

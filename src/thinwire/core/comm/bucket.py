@@ -53,7 +53,6 @@ _MOST_ERROR = 20_000
 _POLL_SECONDS, _LONGEST_POLL, _POLL_SHARE = 0.02, 2.0, 0.1  # a share of the time waited so far
 _LOOK_SECONDS, _LONGEST_LOOK = 0.5, 5.0  # between looks for lost ranks and reported errors
 AWAITED_SECONDS = 1.0  # of a wait, after which `awaited` names the missing ranks
-_DAMAGED = 3  # reads of a damaged object before it is refused
 
 
 def in_two_stages(nbytes: int, size: int) -> bool:
@@ -401,7 +400,7 @@ class BucketComm(Comm):
     async def _read(self, name: str, peer: int, call: _Call, nbytes: int) -> bytes:
         """Return the data of another rank's object, once it exists."""
         call.missing.add(peer)
-        name, begin, damaged = f"{self._place}/{name}", time.monotonic(), 0
+        name, begin = f"{self._place}/{name}", time.monotonic()
         most = header_bytes(self.size) + _MOST_CALL + nbytes
         while True:
             try:
@@ -410,10 +409,6 @@ class BucketComm(Comm):
                 call.looks[peer] += 1
             except ConnectionError as error:
                 call.problem = f"the last request failed ({error})"
-            except CommError:
-                damaged += 1  # perhaps on the way
-                if damaged == _DAMAGED:
-                    raise
             waited = time.monotonic() - begin
             await asyncio.sleep(min(_LONGEST_POLL, _POLL_SECONDS + _POLL_SHARE * waited))
         header, data = _Header.unpack(found, self.size)
@@ -447,6 +442,8 @@ class BucketComm(Comm):
         names = [name for name, _, _ in self._written]
         self._written = []
         loop().call_soon_threadsafe(lambda: self._in_background(self._delete(names)))
+        for each in self._duplicates:
+            each.delete_own()
 
     async def _delete(self, names: list[str]) -> None:
         with suppress(ConnectionError):  # `thinwire bucket clean` deletes what is left

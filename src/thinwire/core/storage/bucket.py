@@ -51,6 +51,7 @@ _REQUEST_SECONDS, _SLOWEST = 20.0, 50_000.0  # a request may take this long, plu
 _STALLED_SECONDS = 10  # of a read from which nothing arrives
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0  # seconds between attempts of a failed request
 _SHOWN_SECONDS = 1.0  # after which a store shows an object that it has refused to overwrite
+_READS = 3  # of an object that is damaged, perhaps on the way
 _RACERS = 4
 _MOST_DELETES = 200  # requests at a time, each of which may need a connection
 _SEALERS = 2  # threads
@@ -191,14 +192,21 @@ class Bucket:
         sealed = await self._seal(name, content)
         await self.repeated(lambda: self._put(name, sealed, create=False), seconds)
 
-    async def get(self, name: str, most: int) -> bytes | None:
+    async def get(self, name: str, most: int, *, reads: int = _READS) -> bytes | None:
         """Return the content of an object of at most `most` bytes; None if it does not exist.
 
         Raises:
-            CommError: the object is larger, or it is damaged, forged, or another object moved to this name.
+            CommError: the object is larger; or it is damaged, forged, or another object moved to this name, also when
+                it is read `reads` times.
         """
         sealed = await self._get(name, most + SEAL_BYTES)
-        return None if sealed is None else await _off_loop(len(sealed), lambda: self._unseal(name, sealed))
+        try:
+            return None if sealed is None else await _off_loop(len(sealed), lambda: self._unseal(name, sealed))
+        except CommError:
+            if reads == 1:
+                raise
+        await asyncio.sleep(_FIRST_PAUSE)
+        return await self.get(name, most, reads=reads - 1)
 
     async def list(self, prefix: str) -> list[str]:
         """Return the sorted names of the objects under a prefix; names that thinwire does not write are left out."""
@@ -273,12 +281,13 @@ class Bucket:
         """Return the result of an attempt; failed ones are repeated for `seconds`."""
         end, pause = time.monotonic() + seconds, _FIRST_PAUSE
         while True:
+            begin = time.monotonic()  # this process may be stopped in an attempt
             try:
                 return await attempt()
             except ConnectionError as error:
                 # In a run that has started, also a refusal may pass: a clock is set, or a policy comes into effect.
                 refused = isinstance(error, _RefusedError) and not self._is_open
-                if refused or time.monotonic() + pause > end:
+                if refused or begin + pause > end:
                     raise
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -536,8 +545,8 @@ class BucketStore:
         >>> store = BucketStore(Bucket.open("memory://table"), "0")
         >>> store.compare_set("view/1", "", "a"), store.compare_set("view/1", "", "b")
         (b'a', b'a')
-        >>> store.compare_set("view/1", "a", "c"), store.check(["view/1"]), store.get("view/1")
-        (b'c', True, b'c')
+        >>> store.compare_set("view/1", "a", "c"), store.values(["view/1", "view/2"])
+        (b'c', [b'c', b''])
     """
 
     def __init__(self, bucket: Bucket, prefix: str, *, seconds: float = 5.0) -> None:
@@ -548,13 +557,13 @@ class BucketStore:
         """Overwrite a key that is never compared, such as a heartbeat."""
         self._bucket.wait(self._bucket.put(f"{self._prefix}/hint/{key}", value.encode(), seconds=self._seconds))
 
-    def get(self, key: str) -> bytes:
-        """Return the value of a key, as `check` has found it."""
-        return self._known[key][1] if key in self._known or self.check([key]) else b""
+    def values(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of keys, b"" for none; all requests are made at the same time."""
 
-    def check(self, keys: list[str]) -> bool:
-        """Return True if all keys have a value."""
-        return all(self._bucket.wait(self._look(key)) for key in keys)
+        async def of_all() -> list[bytes]:
+            return [value for _, value in await asyncio.gather(*map(self._look, keys))]
+
+        return self._bucket.wait(of_all())
 
     def compare_set(self, key: str, expected: str | bytes, desired: str) -> bytes:
         """Store a value if the key has the expected one ("" for none); return the resulting value."""
@@ -563,8 +572,7 @@ class BucketStore:
 
     async def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         while True:
-            await self._look(key)
-            number, value = self._known.get(key, (-1, b""))
+            number, value = await self._look(key)
             if value != expected:
                 return value
             name = f"{self._prefix}/store/{key}/{number + 1}"
@@ -572,17 +580,19 @@ class BucketStore:
                 self._known[key] = number + 1, desired
                 return desired
 
-    async def _look(self, key: str) -> bool:
+    async def _look(self, key: str) -> tuple[int, bytes]:
+        """Return the last version of a key and its value; -1 and b"" if it has none."""
+        number, value = self._known.get(key, (-1, b""))
         if _is_hint(key):
             found = await self._get(f"{self._prefix}/hint/{key}")
-            if found is not None:
-                self._known[key] = 0, found
-            return found is not None
-        number = self._known[key][0] + 1 if key in self._known else 0
-        while (found := await self._get(f"{self._prefix}/store/{key}/{number}")) is not None:
-            self._known[key] = number, found
-            number += 1
-        return key in self._known
+            number, value = (0, found) if found is not None else (number, value)
+        else:
+            while (found := await self._get(f"{self._prefix}/store/{key}/{number + 1}")) is not None:
+                number, value = number + 1, found
+        # Another thread may have found a later version meanwhile.
+        if number >= self._known.get(key, (0, b""))[0]:
+            self._known[key] = number, value
+        return number, value
 
     async def _get(self, name: str) -> bytes | None:
         return await self._bucket.repeated(lambda: self._bucket.get(name, _MOST_RECORD_BYTES), self._seconds)

@@ -60,7 +60,8 @@ class _Reader:
         while True:
             found = self._look()
             assert self._membership is not None
-            beats = {each.name: self._membership.heartbeat(each.name)[1] for each in found.workers if not each.late}
+            names = [each.name for each in found.workers if not each.late]
+            beats = dict(zip(names, (beat for _, beat in self._membership.heartbeats(names)), strict=True))
             if found.state != "running" or time.monotonic() > end:
                 return found
             if all(first.setdefault(name, beat) != beat for name, beat in beats.items()):
@@ -91,19 +92,18 @@ class _Reader:
         # Runs whose rounds close without late workers have the first view only, and number those that join after it.
         for request in range(view.requests + 1, membership.requests(now=True) + 1):
             asks = membership.requested(request)
-            if asks is not None and _parse(membership.heartbeat(asks[0])[1]).get("steps_taken"):
+            if asks is not None and _parse(membership.heartbeats([asks[0]])[0][1]).get("steps_taken"):
                 ids[view.size + request - 1], rows[asks[0]] = asks
         view = replace(view, members=tuple(dict.fromkeys(ids.values())), rows=rows)
-        gone = {each: membership.is_gone(each, view) for each in view.members}
-        for each in view.members:
-            silence, report = membership.heartbeat(each)
+        gone = membership.gone(view.members, view)
+        for each, (silence, report) in zip(view.members, membership.heartbeats(view.members), strict=True):
             silences.append(silence)
             reports[each] = _parse(report)
-        awaited = _awaited(ids, {each: report for each, report in reports.items() if not gone[each]})
+        awaited = _awaited(ids, {each: report for each, report in reports.items() if each not in gone})
         for each, silence in zip(view.members, silences, strict=True):
             late = "silent" if silence > _SILENT_SECONDS else "awaited" if each in awaited else ""
-            members.append(_member(each, reports[each], "gone" if gone[each] else late))
-        state = "ended" if all(gone.values()) else "running"
+            members.append(_member(each, reports[each], "gone" if each in gone else late))
+        state = "ended" if len(gone) == view.size else "running"
         return _status(self._bucket.url, state, members, reports, min(silences))
 
 
