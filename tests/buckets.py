@@ -365,6 +365,19 @@ def run_workers(
         return list(pool.map(body, range(size)))
 
 
+def count_found(patch: pytest.MonkeyPatch) -> Counter[int]:
+    """Count the reads that find an object from here on, by the `id` of the bucket."""
+    found, get = Counter[int](), Bucket._get
+
+    async def counted(bucket: Bucket, name: str, most: int) -> bytes | None:
+        content = await get(bucket, name, most)
+        found[id(bucket)] += content is not None
+        return content
+
+    patch.setattr(Bucket, "_get", counted)
+    return found
+
+
 class Process:
     """A process that runs a function of a test, and the pipe on which it answers.
 

@@ -34,6 +34,11 @@ RECIPES = [
     "NoLoCo(period=4)",
     "Budget(LocalSGD(period=2, codec=ErrorFeedback(Nearest())), '100B/step')",
 ]
+MORE = [
+    "SlowMo(period=4)",
+    "CoCoD(period=4)",
+    f"DiLoCo(period=8, fragments=2, delay=2, mixing=0.5, {FOUR_BITS})",
+]
 STEPS, SAVED_AT = 14, 6  # in the middle of a round
 
 
@@ -62,7 +67,7 @@ def train(worker: Worker, model: nn.Module, optimizer: torch.optim.Optimizer, un
 def run(
     recipe: str, folder: Path, comm: Comm | None = None, **settings: Any
 ) -> tuple[int, Tensor, Tensor, list[float]]:
-    """Train, save in the middle of a round, and load that again; returns rank, parameters, consensus and moments."""
+    """Train, save in the middle of a round, and load that again; returns what `found_by` returns."""
     model, optimizer = build()
     worker = attach(model, optimizer, recipe, comm=comm, timeout=30, **settings)
     train(worker, model, optimizer, SAVED_AT)
@@ -72,6 +77,23 @@ def run(
     worker.load(folder)
     train(worker, model, optimizer, STEPS)
     assert torch.equal(first, flat(model))
+    return found_by(worker, model, optimizer)
+
+
+def resume(recipe: str, folder: Path, **settings: Any) -> tuple[int, Tensor, Tensor, list[float]]:
+    """Continue in the middle of a round, as a worker that was started again."""
+    model, optimizer = build()
+    worker = attach(model, optimizer, recipe, timeout=30, **settings)
+    worker.load(folder)
+    assert worker.step == SAVED_AT
+    train(worker, model, optimizer, STEPS)
+    return found_by(worker, model, optimizer)
+
+
+def found_by(
+    worker: Worker, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[int, Tensor, Tensor, list[float]]:
+    """Detach; returns rank, parameters, consensus and moments."""
     with worker.consensus():
         agreed = flat(model)
     moments = [float(each["momentum_buffer"].sum()) for each in optimizer.state.values()]
@@ -99,7 +121,7 @@ def on_threads(size: int, work: Callable[[int], Any]) -> list[Any]:
 @pytest.mark.parametrize(
     "size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, *MORE])
 @pytest.mark.slow
 def test_training_over_a_bucket_equals_training_on_threads(recipe: str, size: int, tmp_path: Path) -> None:
     url = f"memory://{tmp_path.name}"
@@ -269,7 +291,7 @@ def test_a_fixed_and_an_elastic_worker_do_not_train_alone(fixed_first: bool) -> 
         first = pool.submit(enter, 2 if fixed_first else None, 3)
         bucket = Bucket.open(url)
         place = BucketStore(bucket, "0")
-        while not place.check(["first/0/0"]):
+        while place.values(["first/0/0"]) == [b""]:
             time.sleep(0.01)
         second = pool.submit(enter, None if fixed_first else 2, 30)
         assert (
@@ -315,10 +337,11 @@ def test_the_url_and_the_number_of_workers_come_from_the_environment(monkeypatch
 
 
 def answer_runs(outbox: Any, url: str, size: int, recipes: list[str], folder: Path) -> None:
-    """Run the recipes one after the other, and answer with the result of each."""
+    """Run the recipes one after the other, and answer with the result of each, and that of a worker that resumes it."""
     for i, recipe in enumerate(recipes):
-        rank, x, agreed, moments = run(recipe, folder / str(i), rendezvous=f"{url}/{i}", workers=size)
-        outbox.send((rank, x.tolist(), agreed.tolist(), moments))
+        for call, place in ((run, f"{url}/{i}"), (resume, f"{url}/{i}-resumed")):
+            rank, x, agreed, moments = call(recipe, folder / str(i), rendezvous=place, workers=size)
+            outbox.send((rank, x.tolist(), agreed.tolist(), moments))
 
 
 def train_until_an_error(outbox: Any, url: str) -> None:
@@ -333,14 +356,17 @@ def train_until_an_error(outbox: Any, url: str) -> None:
 
 def check_processes(url: str, extra: dict[str, str], size: int, recipes: list[str], folder: Path) -> None:
     extra = {**extra, KEY: os.environ[KEY]}
-    workers = [Process(answer_runs, url, size, recipes, folder, extra=extra) for _ in range(size)]
+    # Each continues its own part of a checkpoint.
+    ranks = [{**extra, "THINWIRE_RANK": str(rank)} for rank in range(size)]
+    workers = [Process(answer_runs, url, size, recipes, folder, extra=each) for each in ranks]
     try:
         for i, recipe in enumerate(recipes):
-            found = [each.receive(100) for each in workers]
-            assert not any(isinstance(each, str) for each in found), found
             theirs = run_threads(size, lambda comm, r=recipe, i=i: run(r, folder / f"threads{i}", comm))
-            tensors = [(rank, torch.tensor(x), torch.tensor(agreed), moments) for rank, x, agreed, moments in found]
-            assert same(tensors, theirs), recipe
+            for _ in range(2):
+                found = [each.receive(100) for each in workers]
+                assert not any(isinstance(each, str) for each in found), found
+                tensors = [(rank, torch.tensor(x), torch.tensor(agreed), moments) for rank, x, agreed, moments in found]
+                assert same(tensors, theirs), recipe
     finally:
         for each in workers:
             each.end(5)
@@ -371,6 +397,12 @@ def test_failed_slow_and_lost_requests_change_nothing(tmp_path: Path) -> None:
 def test_processes_over_s3_servers_equal_threads_for_all_recipes(server: str, size: int, tmp_path: Path) -> None:
     with serve(server, tmp_path) as endpoint:
         check_processes(f"s3://bucket/{size}", environment(endpoint), size, RECIPES, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 3, 4, 5])
+def test_any_number_of_processes_over_a_folder_equals_threads_for_all_recipes(size: int, tmp_path: Path) -> None:
+    check_processes(f"file://{tmp_path}/run", {}, size, RECIPES, tmp_path)
 
 
 def test_a_killed_worker_is_reported_and_the_run_starts_again(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 pytest.importorskip("obstore")
 pytest.importorskip("cryptography")
 
-from tests.buckets import run_workers
+from tests.buckets import count_found, run_workers
 from thinwire import Comm, attach, run_threads
 from thinwire.core.comm import bucket as module
 from thinwire.core.comm.bucket import SCATTER_BYTES, BucketComm
@@ -93,17 +93,24 @@ def test_a_call_that_is_launched_just_before_the_comm_closes_ends() -> None:
         time.sleep(0.05)
 
 
-def test_a_call_is_one_write_and_one_read_of_each_other_rank() -> None:
-    def work(comm: BucketComm) -> tuple[int, int, int]:
+def test_a_call_is_one_write_and_one_read_of_each_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = count_found(monkeypatch)
+
+    def work(comm: BucketComm) -> tuple[int, int, int, int]:
+        def counts() -> tuple[int, int, int]:
+            traffic = comm.bucket.traffic
+            return traffic.puts, found[id(comm.bucket)], traffic.bytes_down
+
         comm.all_reduce_(torch.ones(3)).wait()
-        before = comm.bucket.traffic.puts, comm.bucket.traffic.bytes_down
+        before = counts()
         for _ in range(5):
             comm.round = "a round"
             comm.all_reduce_(torch.ones(1000)).wait()
-        return comm.bucket.traffic.puts - before[0], comm.bucket.traffic.bytes_down - before[1], comm.meter.check_bytes
+        puts, gets, down = (after - first for after, first in zip(counts(), before, strict=True))
+        return puts, gets, down, comm.meter.check_bytes
 
-    for puts, down, checks in run_workers("memory://requests", 3, work):
-        assert puts == 5 and checks == 0
+    for puts, gets, down, checks in run_workers("memory://requests", 3, work):
+        assert (puts, gets, checks) == (5, 5 * 2, 0)
         assert 2 * 5 * 4000 <= down <= 1.05 * 2 * 5 * 4000
 
 
