@@ -30,9 +30,10 @@ CASES  ?= 2
 
 test: $(VENV)/ok lint core  ## set-up, format, lint and a sample of the tests
 
-# Many tests start processes that share two cores. What has failed is run once more, alone, and must pass then.
+# Many tests start processes that share two cores. What has failed is run once more, alone, and must pass then. Failures
+# of earlier runs are forgotten first, since they would be run in place of tests that could not be collected.
 core: $(VENV)/ok
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" --cases $(CASES) --durations=10 || \
+	$(BIN)/python -m pytest --cache-clear -n $(JOBS) --dist worksteal -m "not slow" --cases $(CASES) --durations=10 || \
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none -m "not slow" -v
 
 test-all: $(VENV)/ok check  ## set-up, checks and all tests, those of reproductions and of the site too

@@ -49,7 +49,7 @@ FORMS: list[tuple[Strategy, Callable[[], Machine]]] = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "machine"), FORMS, ids=str)
+@pytest.mark.parametrize(("strategy", "machine"), FORMS, ids=[str(strategy) for strategy, _ in FORMS])
 def test_forms_that_the_battery_does_not_have_equal_their_oracle(
     strategy: Strategy, machine: Callable[[], Machine]
 ) -> None:
