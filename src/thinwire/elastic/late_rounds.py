@@ -63,7 +63,6 @@ from thinwire.worker.checkpoint import check_kind, check_random, restore_random
 from thinwire.worker.handshake import Facts
 from thinwire.worker.replica_state import PARTS, check, mapping_of, pack, same_names, unpack
 from thinwire.worker.state import WorkerState
-from thinwire.worker.times import Report
 
 T = TypeVar("T")
 _LOGGER = logging.getLogger("thinwire")
@@ -433,7 +432,7 @@ class LateRounds:
             payloads.append(delta if codec is None else codec.encode(delta, fragment.codec_states[i], key))
         own, now = self._others[self._name], time.monotonic()
         # The link of a worker is as slow as its last upload.
-        own.times = replace(Report.unpack(worker.account.times.row()), sending=self._upload_seconds).pack()
+        own.times = worker.account.times.row((self._upload_seconds, 0, 0))
         others = tuple(each.started for each in self._fragments if each is not fragment)
         contribution, seconds = (
             Contribution(fragment.started, self._name, fragment.tokens, others),

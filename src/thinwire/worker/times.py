@@ -266,8 +266,8 @@ class TimeSplit:
 
     # -- with the checks of rounds ---------------------------------------------------------------------------------
 
-    def row(self) -> tuple[int, int]:
-        """Return this worker's report since the last one."""
+    def row(self, sends: tuple[float, int, int]) -> tuple[int, int]:
+        """Return this worker's report since the last one, with the slowest of its sends."""
         if self._paused:
             return 0, 0
         if self._working:
@@ -278,7 +278,7 @@ class TimeSplit:
         now = self.data_seconds, self.compute_seconds, blocked
         data, compute, waited = (new - old for new, old in zip(now, self._sent, strict=True))
         self._sent = now
-        return Report(data, compute, max(0.0, waited), *self._comm.slowest_send()).pack()
+        return Report(data, compute, max(0.0, waited), *sends).pack()
 
     def take(self, rows: Sequence[Sequence[int]], *, late_rank: int | None = None) -> None:
         """Use the reports of all workers.

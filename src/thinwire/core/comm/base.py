@@ -40,8 +40,8 @@ DIRECT_GATHER_BYTES = 4096
 class Reporter(Protocol):
     """Reports two integers of this rank with each check, and uses those of all ranks."""
 
-    def row(self) -> tuple[int, int]:
-        """Return this rank's integers."""
+    def row(self, sends: tuple[float, int, int]) -> tuple[int, int]:
+        """Return this rank's integers, with what `slowest_send` has returned."""
         ...
 
     def take(self, rows: Sequence[Sequence[int]]) -> None:
@@ -222,10 +222,9 @@ class Comm(ABC):
     def _gather_row(self, call: str, number: int) -> Work[list[int]]:
         self.round = ""  # also after a hook that failed before its first call
         words = _WORDS.unpack(call.encode()[:_NAME_BYTES].ljust(_NAME_BYTES))
+        report = self.reporter.row(self.slowest_send()) if self.reporter else (0, 0)
         row = torch.tensor(
-            [self.step if self.in_step else -1, *words, number, *(self.reporter.row() if self.reporter else (0, 0))],
-            dtype=torch.int64,
-            device="cpu",
+            [self.step if self.in_step else -1, *words, number, *report], dtype=torch.int64, device="cpu"
         )
         self.meter.check_bytes += (self.size - 1) * CHECK_BYTES
         self.calling = call
