@@ -278,7 +278,8 @@ class Participant:
             if ready():
                 return []
             if member.stranded:
-                problem = f"all other ranks are lost: {sorted(member.gone)}. Resume from a checkpoint"
+                fix = "" if member.coordinator_rank in member.gone else ". Resume from a checkpoint"  # added below
+                problem = f"all other ranks are lost: {sorted(member.gone)}{fix}"
                 raise self._comm.failure(waiting_for, problem, late=False)
             return member.waits_for()
 
