@@ -35,7 +35,7 @@ def test_the_command_prints_every_path_as_json(tmp_path, capsys):
     paths = json.loads(capsys.readouterr().out)
     assert paths["report"] == str(folder / "report.html")
     assert paths["traces"] == [str(folder / "ddp" / "trace.json"), str(folder / "local-sgd" / "trace.json")]
-    assert len(paths["plots"]) == 4
+    assert len(paths["plots"]) == 3
     assert all(Path(each).is_file() for each in (paths["report"], *paths["plots"]))
 
 
