@@ -498,6 +498,7 @@ class Run:
                 most = max(log.begins, (done + 1) // period * period - delay) if period else done + 1
                 if period and number >= self.plan.size:
                     most = max(most, done)
+                limit = max(limit, log.begins)  # none of the steps of one that has just joined
                 if not least <= limit <= most:
                     found.append(f"worker {number}: {done} steps done, and {limit} count as used ({least} to {most})")
                 # Its last step may have come through although it could not report it.

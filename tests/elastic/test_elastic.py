@@ -32,6 +32,7 @@ from thinwire import (
     LocalSGD,
     MismatchError,
     Nearest,
+    NoLoCo,
     OneBit,
     OverlapLocalSGD,
     PowerSGD,
@@ -424,6 +425,12 @@ def test_push_sum_goes_on_when_one_that_was_left_alone_is_joined() -> None:
     alive = survivors(ends)
     assert [len(members) for _, members in alive[0].epochs] == [2, 1, 2]
     agree(alive)
+
+
+@pytest.mark.parametrize(("kill", "steps"), [(Kill(1, 8), 4), (Kill(1, 8, after=True), 8), (Kill(1, 4), 0)])
+def test_steps_after_the_last_meeting_of_a_lost_neighbor_are_used_by_nobody(kill: Kill, steps: int) -> None:
+    alive = survivors(run_fleet(2, NoLoCo(period=4), steps=14, epoch=7, kills=(kill,)))
+    assert [each.crews[1].unused_from for each in alive] == [steps]
 
 
 @pytest.mark.parametrize("strategy", [AllReduce(), LocalSGD(period=3)], ids=str)

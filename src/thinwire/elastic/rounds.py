@@ -108,6 +108,7 @@ class Elastic:
         self._entered_round = 0
         self._averages: tuple[tuple[int, int], ...] = ()  # the last two, as `Progress` has them
         self._opens_at: int | None = None
+        self._given: tuple[tuple[int, int], ...] = ()  # the last average in the state that this worker has joined with
         self._arrivals: Arrivals | None = None
         self._newcomers: set[str] = set()
         self._unconnected = Unconnected()
@@ -303,6 +304,8 @@ class Elastic:
                 delayed=self.worker.strategy.traits.rounds.delay > 0,
             )
             ended = True
+            if self._neighbours:  # also where it has failed: the view that followed has its loss
+                self._averages = ((self._round, step),)
             if self._newcomers:
                 self._end_arrival()
         else:
@@ -402,7 +405,7 @@ class Elastic:
         self._requests = 0  # of which only a part of the view knows
         if self.has_just_joined:
             self.has_just_joined, self._round = False, self._entered_round
-            self._averages = ((self._round, self.worker.step),)
+            self._averages = self._given or ((self._round, self.worker.step),)
         else:
             self._membership.announce_step(self._round)
 
@@ -735,6 +738,8 @@ class Elastic:
         self.comm.step = step
         if not self._newcomers:
             hand_over(self.worker, new, self.view.members.index(source))
+            if self.worker_id not in there:
+                self._given = there[source].averages[-1:]
             return
         if self.worker_id in self._newcomers:
             self._offered.unpack(self.worker, self.view)
@@ -763,7 +768,12 @@ class Elastic:
             # One of the others has waited for the message of a lost worker's next step, and is not ahead of it.
             # A message is sent after the step, and may be used some steps later.
             late = sum(int(getattr(each, name, 0)) for each in self._parts for name in ("delay", "staleness"))
-            return max(0, min((each.step for each in view.ready.values()), default=0) - 1 - late)
+            found = max(0, min((each.step for each in view.ready.values()), default=0) - 1 - late)
+            if (period := min(part.traits.period or 1 for part in self._parts)) == 1:
+                return found
+            # Its partner in the last meeting that all of the others have passed has its steps before it.
+            met = [each.averages[-1][1] for each in view.ready.values() if each.averages]
+            return min(met, default=found) // period * period
         last = last_kept_round(view.ready.values()) if view.ready else 0
         return max(
             (steps for each in view.ready.values() for number, steps in each.averages if number <= last), default=None
