@@ -288,6 +288,13 @@ def test_schedulers_within_schedulers_are_found() -> None:
     assert internals.inner_schedulers(steps) == ()
 
 
+def test_a_scheduler_marks_the_step_that_it_wraps() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    assert not internals.is_scheduled(optimizer.step)
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    assert internals.is_scheduled(optimizer.step)
+
+
 def test_what_a_launcher_imports_for_optimizers_exists() -> None:
     for name in internals.OPTIMIZER_IMPORTS:
         assert __import__(name)

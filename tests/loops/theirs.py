@@ -511,6 +511,77 @@ def lookahead(kit: Kit) -> list[Tensor]:
     return end(model)
 
 
+# -- steps that others have replaced -----------------------------------------------------------------------------------
+
+
+def _every_second(optimizer: Optimizer) -> None:
+    """Accumulate gradients in the step, as wrappers of trainers do."""
+    own, calls = optimizer.step, itertools.count()
+
+    def step() -> None:
+        if next(calls) % 2:
+            own()
+
+    optimizer.step = step  # type: ignore[method-assign, assignment]
+
+
+def _own_rule(optimizer: Optimizer) -> None:
+    """Put another rule in place of the optimizer's."""
+
+    def signs() -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.data.sub_(0.01 * p.grad.sign())
+
+    optimizer.step = signs  # type: ignore[method-assign, assignment]
+
+
+def _replaced(kit: Kit, replace: Callable[[Optimizer], object], *, before: bool) -> list[Tensor]:
+    model = net(kit)
+    optimizer = sgd(model)
+    if before:
+        replace(optimizer)
+    kit.attach(model, optimizer)
+    steps(kit, model, optimizer, 1)
+    if not before:
+        replace(optimizer)
+    steps(kit, model, optimizer, STEPS, 1)
+    return end(model)
+
+
+@loop()
+def a_step_wrapped_before_attach(kit: Kit) -> list[Tensor]:
+    return _replaced(kit, _every_second, before=True)
+
+
+@loop()
+def a_step_wrapped_after_attach(kit: Kit) -> list[Tensor]:
+    return _replaced(kit, _every_second, before=False)
+
+
+@loop(refused={ALL: "signs is in place of optimizer.step"})
+def a_step_by_another_rule_before_attach(kit: Kit) -> list[Tensor]:
+    return _replaced(kit, _own_rule, before=True)
+
+
+@loop(refused={ALL: "signs is in place of optimizer.step"})
+def a_step_by_another_rule_after_attach(kit: Kit) -> list[Tensor]:
+    return _replaced(kit, _own_rule, before=False)
+
+
+@loop()
+def a_schedule_made_after_attach(kit: Kit) -> list[Tensor]:
+    model = net(kit)
+    optimizer = sgd(model)
+    kit.attach(model, optimizer)
+    steps(kit, model, optimizer, 1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for step in range(1, STEPS):
+        steps(kit, model, optimizer, 1, step)
+        schedule.step()
+    return end(model)
+
+
 # -- hooks -------------------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -119,6 +120,58 @@ def test_a_second_optimizer_of_the_model_must_be_attached_too() -> None:
     body.step()
     head.step()
     assert worker.step == 1
+
+
+def test_what_has_replaced_a_step_is_there_again_after_detach() -> None:
+    model = net()
+    optimizer = momentum(model)
+    calls: list[int] = []
+
+    def noted(own: Any) -> None:
+        calls.append(len(calls))
+        momentum_step(own)
+
+    momentum_step = type(optimizer).step
+    mine = vars(optimizer)["step"] = MethodType(noted, optimizer)
+    with thinwire.attach(model, optimizer, LocalSGD(2)):
+        assert optimizer.step is not mine
+    assert optimizer.step is mine
+    with thinwire.attach(model, optimizer, LocalSGD(2)) as worker:
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        scheduled = optimizer.step
+        steps(worker, batches(0, 3))
+        assert worker.step == 3 and optimizer.step is scheduled
+    assert optimizer.step is scheduled
+    optimizer.step()
+    assert calls == [0, 1, 2, 3]
+
+
+class Failing(torch.optim.SGD):
+    """An optimizer whose second step fails once."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.calls += 1
+        if self.calls == 2:
+            raise MemoryError
+        return super().step(closure)
+
+
+def test_after_an_exception_in_a_step_another_optimizer_is_still_refused_and_training_continues() -> None:
+    def work(comm: Comm) -> None:
+        worker = attach(comm, LocalSGD(2), optimizer=lambda model: Failing(model.parameters(), lr=0.1))
+        with pytest.raises(MemoryError):
+            steps(worker, batches(comm.rank, 2))
+        steps(worker, batches(comm.rank, 2, first=1))
+        assert worker.step == 3
+        worker.optimizer.calls = 1
+        with pytest.raises(MemoryError):
+            worker.optimizer.step()
+        step_of_another(worker)
+
+    for text in endings(2, work):
+        assert "AdamW moves parameters that are attached with another optimizer, Failing" in text
 
 
 def replace_layer(model: nn.Module) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -307,6 +308,78 @@ def test_autocast_around_the_consensus_sees_its_parameters() -> None:
         assert torch.equal(own, again) and not torch.equal(own, agreed)
 
     run_threads(2, work)
+
+
+@for_each([LocalSGD(4), DiLoCo(period=4), SlowMo(PushSum(), period=4)])
+def test_a_consensus_in_a_consensus_changes_nothing(strategy: Strategy) -> None:
+    def work(comm: Comm) -> None:
+        worker = steps(attach(comm, strategy), batches(comm.rank, 6))
+        own = flat(worker.model)
+        with worker.consensus() as model:
+            agreed = flat(model)
+            with worker.consensus():
+                assert torch.equal(agreed, flat(model))
+            assert torch.equal(agreed, flat(model))
+        assert torch.equal(own, flat(worker.model)) and not torch.equal(own, agreed)
+
+    run_threads(3, work)
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD whose model in training is a point between an iterate and its average, as in Defazio et al., 2024."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "beta": 0.9, "count": 0, "train_mode": False})
+
+    @torch.no_grad()
+    def _turn(self, weight: float, *, trains: bool) -> None:
+        for group in self.param_groups:
+            for p in group["params"] if group["train_mode"] != trains else []:
+                if p in self.state:
+                    p.data.lerp_(self.state[p]["z"], weight)
+            group["train_mode"] = trains
+
+    def train(self) -> None:
+        self._turn(1 - 0.9, trains=True)
+
+    def eval(self) -> None:
+        self._turn(1 - 1 / 0.9, trains=False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        assert group["train_mode"]
+        group["count"] += 1
+        share, lr, beta = 1 / group["count"], group["lr"], group["beta"]
+        for p in group["params"]:
+            z = self.state[p].setdefault("z", p.clone())
+            p.lerp_(z, share).add_(p.grad, alpha=lr * (beta * (1 - share) - 1))
+            z.sub_(p.grad, alpha=lr)
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), LocalSGD(4)], ids=str)
+def test_a_schedule_free_optimizer_is_evaluated_at_its_average(strategy: Strategy) -> None:
+    def work(comm: Comm, *, evaluates: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        worker = attach(comm, strategy, optimizer=lambda model: ScheduleFree(model.parameters()))
+        made: Any = worker.optimizer
+        agreed = None
+        for step in (0, 3):
+            made.train()
+            steps(worker, batches(comm.rank, 3, step))
+            if evaluates:
+                with worker.consensus() as model:
+                    made.eval()  # as trainers do, which call `train()` before the next step
+                    agreed = flat(model)
+        made.train()
+        own = flat(worker.model)
+        made.eval()
+        return own, flat(worker.model), agreed
+
+    plain, evaluated = (run_threads(2, lambda comm, e=e: work(comm, evaluates=e)) for e in (False, True))
+    mean = torch.stack([result for _, result, _ in plain]).mean(0)
+    for (own, result, _), (same, _, agreed) in zip(plain, evaluated, strict=True):
+        assert torch.equal(own, same) and not torch.allclose(own, result)
+        torch.testing.assert_close(agreed, mean)
 
 
 def test_a_frozen_teacher_that_the_loop_updates_is_averaged() -> None:

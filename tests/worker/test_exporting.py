@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import thinwire
 from tests.battery.cases import STRATEGIES, is_first
 from tests.battery.runs import Case, begin, go_on, smallest, with_
-from tests.engine import Mixed, attach, batches, drawn, net, steps
+from tests.engine import Mixed, attach, batches, drawn, net, sgd, steps
 from tests.grids import fast_where
 from tests.problems import Irregular
 from thinwire import (
@@ -24,6 +24,7 @@ from thinwire import (
     AllReduce,
     CheckpointError,
     Comm,
+    ConfigError,
     LocalSGD,
     NonFiniteError,
     PushSum,
@@ -117,6 +118,27 @@ def test_weights_of_one_recipe_are_gone_on_from_with_another(tmp_path: Path) -> 
         return steps(worker, batches(comm.rank, 2)).step == 2
 
     assert run_threads(3, second) == [True] * 3
+
+
+def test_two_workers_of_one_model_export_inside_the_consensus_of_the_other(tmp_path: Path) -> None:
+    def work(comm: Comm) -> dict[str, Tensor]:
+        model = net()
+        one, other = (attach(comm, LocalSGD(4), model=model, optimizer=lambda _, i=i: sgd(model[i])) for i in (0, 2))
+        for x, y in batches(comm.rank, 3):
+            model.zero_grad()
+            (model(x) - y).square().mean().backward()
+            one.optimizer.step()
+            other.optimizer.step()
+        with pytest.raises(ConfigError, match=r"another worker trains a part.*inside the other worker's consensus"):
+            one.export(tmp_path / "model.safetensors")
+        with other.consensus():
+            one.export(tmp_path / "model.safetensors")
+            with one.consensus():
+                return {name: x.clone() for name, x in model.state_dict().items()}
+
+    expected = run_threads(2, work)[0]
+    found = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == expected.keys() and all(torch.equal(x, expected[name]) for name, x in found.items())
 
 
 class WithText(nn.Module):

@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,6 +109,25 @@ def test_weights_loaded_between_steps_are_refused_where_copies_are_kept(strategy
     found = endings(3, work)
     assert len(set(found)) == 1
     assert re.search(r"step 4: load_state_dict\(\) of the model between two steps.*Use worker.load\(\)", found[0])
+
+
+@pytest.mark.parametrize("call", ["consensus", "export", "save", "state_dict", "switch"])
+def test_weights_loaded_after_the_last_step_are_refused_where_copies_are_kept(call: str, tmp_path: Path) -> None:
+    def work(comm: Comm) -> None:
+        worker = steps(attach(comm, DiLoCo(period=3)), batches(comm.rank, 4))
+        worker.model.load_state_dict(net(1).state_dict())  # the best ones, after early stopping
+        calls: dict[str, Callable[[], object]] = {
+            "consensus": lambda: worker.consensus().__enter__(),
+            "export": lambda: worker.export(tmp_path / "model.safetensors"),
+            "save": lambda: worker.save(tmp_path),
+            "state_dict": worker.state_dict,
+            "switch": lambda: worker.switch("AllReduce()"),
+        }
+        calls[call]()
+
+    for text in endings(2, work):
+        assert re.search(r"step 4: load_state_dict\(\) of the model between two steps.*worker\.detach\(\)", text)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("strategy", [AllReduce(), LocalSGD(period=3)], ids=str)

@@ -181,6 +181,11 @@ def inner_schedulers(scheduler: Any) -> tuple[Any, ...]:
     return tuple(getattr(scheduler, "_schedulers", ()))
 
 
+def is_scheduled(step: Any) -> bool:
+    """Return True if a scheduler has wrapped this `step` of an optimizer; False where torch does not mark it."""
+    return hasattr(step, "_wrapped_by_lr_sched")
+
+
 OPTIMIZER_IMPORTS = ("torch._dynamo",)
 """What torch imports when an optimizer is made, which takes as long as torch itself; a launcher imports it earlier."""
 

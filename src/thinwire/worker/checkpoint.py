@@ -36,6 +36,7 @@ from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.strategies.recipe import parse
 from thinwire.registry import canonical
 from thinwire.worker import switching
+from thinwire.worker.compatibility import has_other_result
 from thinwire.worker.handshake import both, gather_texts
 from thinwire.worker.members import StackedModule
 from thinwire.worker.parameters import named_buffers, named_parameters, own_name
@@ -163,7 +164,7 @@ def _names_in_state_dict(worker: WorkerState) -> dict[str, str | None]:
     names = {id(x): name for name, x in (named_parameters(model) | named_buffers(model)).items()}
     found: Mapping[str, Any] = model.state_dict(keep_vars=True)
     # An optimizer may train at other parameters than those of its result; only itself can put that in their place.
-    result = not hasattr(worker.optimizer, "evaluating")
+    result = not has_other_result(worker.optimizer)
     return {own_name(name): names.get(id(x)) if result else None for name, x in found.items()}
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
@@ -31,6 +32,11 @@ def check_model(model: object) -> nn.Module:
         raise ConfigError(
             f"model is {_described(model)}: must be a torch.nn.Module, such as torch.nn.Linear(4, 2), or an array of "
             "thinwire.fuse"
+        )
+    if torch.is_inference_mode_enabled() or any(p.is_inference() for p in model.parameters()):
+        raise ConfigError(
+            "the model was made, or is attached, inside torch.inference_mode(): its parameters cannot be trained. Do "
+            "both outside of it"
         )
     return model
 
@@ -125,6 +131,13 @@ def check_closures(strategy: Strategy, optimizer: Optimizer) -> None:
 def evaluates_several_gradients(optimizer: Optimizer) -> bool:
     """Return True if a step is known to call its closure several times."""
     return isinstance(optimizer, LBFGS) or getattr(optimizer, "evaluates_several_gradients", False)
+
+
+def has_other_result(optimizer: Optimizer) -> bool:
+    """Return True if the optimizer's result differs from the parameters that it trains now."""
+    # Schedule-free optimizers keep their mode in their groups, or in themselves where they wrap another optimizer.
+    mode = optimizer.param_groups[0].get("train_mode", getattr(optimizer, "train_mode", False))
+    return hasattr(optimizer, "evaluating") or bool(mode and hasattr(optimizer, "eval"))
 
 
 def several_evaluations(strategy: Strategy, optimizer: Optimizer) -> ConfigError:

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from thinwire.core.replica.flat import copy_each_, flatten, lay_out, views
 from thinwire.core.replica.shards import local
 from thinwire.errors import ConfigError, MismatchError, PeerLostError
 from thinwire.worker.annexes import Elastic
-from thinwire.worker.guards import check_parameters, is_trained, moved_parameters, refuse
+from thinwire.worker.compatibility import has_other_result
+from thinwire.worker.guards import check_loaded, check_parameters, is_trained, moved_parameters, refuse
 from thinwire.worker.handshake import agree, describe_tensor, fingerprint, hash_of, sum_of_bits
 from thinwire.worker.parameters import by_kind, named_buffers, named_parameters
 from thinwire.worker.state import WorkerState
@@ -33,6 +34,29 @@ _LOGGER = logging.getLogger("thinwire")
 # more: the limit there is the largest share of a number that its last digit can be, so that one digit of each may
 # differ.
 _MOST = 1e-5
+
+
+@contextmanager
+def evaluating(worker: WorkerState) -> Generator[None]:
+    """Put the optimizer's result in place of the parameters that it trains, and restore these at the end, bitwise."""
+    optimizer: Any = worker.optimizer
+    if hasattr(optimizer, "evaluating"):
+        with optimizer.evaluating():
+            yield
+        return
+    swaps = has_other_result(optimizer)
+    held = [p for parameters, _ in worker.layouts for p in parameters] if swaps else []
+    own = [p.detach().clone() for p in held]
+    if swaps:
+        optimizer.eval()
+    try:
+        yield
+    finally:
+        if swaps:
+            optimizer.train()
+        with torch.no_grad():
+            for p, x in zip(held, own, strict=True):
+                p.copy_(x)
 
 
 @contextmanager
@@ -81,14 +105,21 @@ def _agree(worker: WorkerState, others: dict[str, Tensor], *, averaged: bool) ->
         average_others(worker, others)
 
 
-def check_call(worker: WorkerState, call: str) -> None:
-    """Refuse a call inside `consensus()`, or after parameters have moved since `attach`.
+def check_call(worker: WorkerState, call: str, *, loads: bool = False) -> None:
+    """Refuse a call inside `consensus()`, after parameters have moved since `attach`, or after weights were loaded.
+
+    Args:
+        worker: of this rank.
+        call: its name.
+        loads: whether the call replaces the weights and the strategy's state.
 
     Raises:
         ConfigError: on all ranks.
     """
     refuse_while_lent(worker, call)
     check_parameters(worker)
+    if not loads:
+        check_loaded(worker)
 
 
 def refuse_while_lent(worker: WorkerState, call: str) -> None:

@@ -12,6 +12,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import FrameType
 from typing import Any, Literal, NoReturn, cast
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -53,7 +54,6 @@ class _Owner:
     """Which optimizer moves an attached parameter, and whether it is doing so.
 
     Attributes:
-        stepping: whether the optimizer's step is running.
         looked: whether the whole model was compared with the optimizer since `attach` or the last load.
     """
 
@@ -63,8 +63,14 @@ class _Owner:
         self.optimizer = ref(worker.optimizer)
         self.name = type(worker.optimizer).__name__
         self.skips_steps = worker.strategy.traits.skips_steps
-        self.stepping = self.looked = False
+        self.looked = False
         self.muted: WeakSet[DistributedDataParallel] = WeakSet()
+
+    @property
+    def stepping(self) -> bool:
+        """Whether the optimizer's step is running, and has called this."""
+        worker = self.worker()
+        return worker is not None and within(inspect.currentframe(), worker.step_frame)
 
     def before_load(self) -> None:
         """Take the fingerprint of the parameters, unless they are to be put back anyway."""
@@ -77,17 +83,14 @@ class _Owner:
     def report_drift(self, use: str) -> None:
         """Warn once of a use of this worker's own model, if the other workers' parameters differ from its own."""
         worker = self.worker()
-        if worker is None or worker.drift_reported or worker.lent or not worker.step:
-            return
-        strategy = worker.strategy
-        if strategy.traits.equal_replicas or strategy.traits.averages_at(worker.step):
+        if worker is None or worker.drift_reported or not differs(worker):
             return
         worker.drift_reported = True
         _LOGGER.warning(
             "%s, step %d: %s outside worker.consensus(). Between averages every worker has parameters of its own under "
             "%s, so this is the model of one worker and not the one that all agree on. Evaluate and save on all ranks "
             "within `with worker.consensus():`, and let rank 0 report or write there",
-            *(worker.comm.name(worker.comm.rank), worker.step, use, str(strategy)),
+            *(worker.comm.name(worker.comm.rank), worker.step, use, str(worker.strategy)),
         )
 
     def refuse(self, text: str) -> None:
@@ -104,6 +107,21 @@ _hooks: list[RemovableHandle] = []
 _look_eagerly: list[Callable[[nn.Module, InsideDDP], None]] = []
 
 
+def differs(worker: WorkerState) -> bool:
+    """Return True if the model has parameters of this worker's own, which differ from those of others."""
+    traits = worker.strategy.traits
+    return not (worker.lent or not worker.step or traits.equal_replicas or traits.averages_at(worker.step))
+
+
+def within(frame: FrameType | None, outer: FrameType | None) -> bool:
+    """Return True if a call was made in another one, which is still under way."""
+    while outer is not None and frame is not None:
+        frame = frame.f_back
+        if frame is outer:
+            return True
+    return False
+
+
 def refuse(worker: WorkerState, text: str) -> NoReturn:
     """Raise a `ConfigError` on all ranks, even if only one of them has detected the problem."""
     worker.comm.raise_on_all(ConfigError(f"{worker.comm.name(worker.comm.rank)}, step {worker.step}: {text}"))
@@ -117,7 +135,7 @@ class Attachment:
         inside_ddp: what to do where the model is inside DistributedDataParallel.
 
     Attributes:
-        owner: shows whether the worker's optimizer is moving the parameters.
+        owner: of the parameters.
     """
 
     def __init__(self, worker: WorkerState, inside_ddp: InsideDDP) -> None:
@@ -183,7 +201,6 @@ class Attachment:
             self.owner.looked = True
             check_wrappers(worker.model, self._inside_ddp)
             self._guard_model(worker)
-        self.owner.stepping = True
 
     def _check_frozen(self, worker: WorkerState) -> None:
         """Refuse parameters that were frozen since attach and would still move.

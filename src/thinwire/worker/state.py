@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -120,6 +121,7 @@ class WorkerState:
         shares_skips: whether the scaler was made to skip the same steps on all ranks, or to count skipped ones.
         may_be_in_step: whether the comm compares steps, unless a strategy's workers go at their own pace.
         lent: how many `consensus()` blocks are open.
+        step_frame: of the optimizer's step that is running, or that an exception has ended; else None.
         exchanging: whether the strategy's part of a step has begun, and not ended.
         automatic: whether "auto" has chosen the strategy, so that a checkpoint's takes its place.
         just_switched: whether no step was taken since the last switch.
@@ -166,6 +168,7 @@ class WorkerState:
         self.shares_skips = False
         self.may_be_in_step = comm.in_step
         self.lent = 0
+        self.step_frame: FrameType | None = None
         self.exchanging = False
         self.refuses_equal_batches = ""
         self.automatic = False

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sized
-from functools import partial
-from types import FrameType
+from functools import partial, wraps
+from types import FrameType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from torch.optim import LBFGS, Optimizer
 
 from thinwire.core.kernels import all_finite_each
 from thinwire.core.replica.flat import views
-from thinwire.core.replica.shards import plain
+from thinwire.core.replica.shards import is_sharded, plain
 from thinwire.core.torch_internals import set_unscales_itself, unscales_itself, wrap_scaler_step, wrap_unscale
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.methods.reduce.compressed_all_reduce import mean_
@@ -25,7 +25,16 @@ from thinwire.worker.annexes import Rounds
 from thinwire.worker.buckets import Backward, Bucket, NonFinite, ScaledResiduals, cut
 from thinwire.worker.compatibility import evaluates_several_gradients, several_evaluations
 from thinwire.worker.consensus import refuse_while_lent
-from thinwire.worker.guards import Attachment, FirstSteps, check_first_gradient, check_loaded, workers_beside
+from thinwire.worker.guards import (
+    Attachment,
+    FirstSteps,
+    check_first_gradient,
+    check_loaded,
+    refuse,
+    within,
+    workers_beside,
+)
+from thinwire.worker.handshake import fingerprint
 from thinwire.worker.members import Members
 from thinwire.worker.state import WorkerState
 
@@ -53,10 +62,13 @@ class Step:
         self._rounds = rounds
         self._compare = compare
         self._first_steps: FirstSteps | None = None
-        self._outermost: FrameType | None = None
         self._allocates_state = False
         self._dropped = False
         self._begun = -1
+        self._calls = 0  # of the hook before a step
+        self._replaced: Any = None  # the latest function in place of the optimizer's own step
+        self._watched: Any = None  # what watches it; None when it is known to run the hooks
+        self._first_nodes: list[torch.autograd.graph.Node] = []
 
     def watch(self, attachment: Attachment, first_steps: FirstSteps) -> None:
         """Hook to the optimizer, from the next step on; `undo` removes the hooks.
@@ -69,23 +81,68 @@ class Step:
         optimizer, undo = self._worker.optimizer, self._worker.undo
         undo.callback(optimizer.register_step_pre_hook(self.before).remove)
         undo.callback(optimizer.register_step_post_hook(self.after).remove)
+        trained = [p for parameters, _ in self._worker.layouts for p in parameters if not is_sharded(p)]
+        # A parameter does not keep its node alive.
+        self._first_nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in (*trained[:1], *trained[-1:])]
+        for node in self._first_nodes:
+            undo.callback(node.register_prehook(self._look_at_step).remove)
+        undo.callback(self._trust_step)
+        self._look_at_step()
 
     def forget_closure(self) -> None:
         """After a load: run the hooks again in a step whose closure has failed before."""
         self._begun = -1
 
+    def _look_at_step(self, *_: object) -> None:
+        """Watch a function that was put in place of `optimizer.step`, until it has run torch's hooks.
+
+        Schedulers, scalers and profilers put one there that calls the optimizer's own step.
+        """
+        worker, optimizer = self._worker, self._worker.optimizer
+        replaced: Any = vars(optimizer).get("step")
+        if replaced is None or replaced is self._replaced or replaced is self._watched:
+            return
+
+        @wraps(replaced)
+        def step(_: Optimizer, *args: Any, **named: Any) -> Any:
+            if self._watched is None:
+                return replaced(*args, **named)
+            calls, before = self._calls, fingerprint(r.x for r in worker.replicas)
+            found = replaced(*args, **named)
+            if self._calls > calls:
+                self._trust_step()
+            elif before != fingerprint(r.x for r in worker.replicas):
+                name, kind = getattr(replaced, "__qualname__", repr(replaced)), type(optimizer).__name__
+                refuse(
+                    worker,
+                    f"{name} is in place of optimizer.step, and moves the parameters without the hooks of {kind}'s own "
+                    "step, so workers would exchange nothing. Call the optimizer's own step in it, or define it as the "
+                    f"step of a subclass of {kind}",
+                )
+            return found
+
+        self._replaced, self._watched = replaced, MethodType(step, optimizer)
+        vars(optimizer)["step"] = self._watched
+
+    def _trust_step(self) -> None:
+        """Put back what `_look_at_step` has found."""
+        own = vars(self._worker.optimizer)
+        if self._watched is not None and own.get("step") is self._watched:
+            own["step"] = self._replaced
+        self._watched = None
+
     # -- torch's hooks -------------------------------------------------------------------------------------------------
 
     def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Torch's hook before `optimizer.step`; returns its arguments if the closure is replaced."""
-        frame = _caller()
-        if self._outermost is not None and _within(frame, self._outermost):
+        frame, worker = _caller(), self._worker
+        self._calls += 1
+        if within(frame, worker.step_frame):
             return None
-        self._outermost = frame  # one that is set still belongs to a step that has raised
+        worker.step_frame = frame
         self._allocates_state = _only_allocates_state(optimizer)
         if self._allocates_state:
             return None
-        worker = self._worker
         if worker.lent:
             refuse_while_lent(worker, "optimizer.step()")
         if worker.exchanging:
@@ -106,14 +163,12 @@ class Step:
 
     def after(self, *_: Any) -> None:
         """Torch's hook after `optimizer.step`."""
-        frame = _caller()
-        if frame is not self._outermost and _within(frame, self._outermost):
+        frame, worker, comm = _caller(), self._worker, self._worker.comm
+        if frame is not worker.step_frame and within(frame, worker.step_frame):
             return
-        self._outermost = None
+        worker.step_frame = None
         if self._allocates_state:
             return
-        worker, comm = self._worker, self._worker.comm
-        self._attachment.owner.stepping = False
         if self._first_steps is not None and self._first_steps.end_step(worker):
             self._first_steps = None
         if worker.shards.views:
@@ -360,15 +415,6 @@ def _caller() -> FrameType | None:
     here = inspect.currentframe()
     asking = here and here.f_back
     return asking and asking.f_back
-
-
-def _within(frame: FrameType | None, outer: FrameType | None) -> bool:
-    """Return True if a call was made in another one, which is still under way."""
-    while outer is not None and frame is not None:
-        frame = frame.f_back
-        if frame is outer:
-            return True
-    return False
 
 
 # -- the backward pass -------------------------------------------------------------------------------------------------

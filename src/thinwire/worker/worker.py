@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -21,8 +21,16 @@ from thinwire.errors import ConfigError
 from thinwire.methods.strategies.base import Strategy
 from thinwire.worker import checkpoint, replica_state, switching
 from thinwire.worker.annexes import Elastic
-from thinwire.worker.consensus import check_all_there, check_call, lends, refuse_while_lent, together, wait_in_step
-from thinwire.worker.guards import check_parameters, rebase
+from thinwire.worker.consensus import (
+    check_all_there,
+    check_call,
+    evaluating,
+    lends,
+    refuse_while_lent,
+    together,
+    wait_in_step,
+)
+from thinwire.worker.guards import check_loaded, check_parameters, differs, rebase, workers_beside
 from thinwire.worker.members import StackedModule
 from thinwire.worker.state import WorkerState
 from thinwire.worker.step import Step, join_batches
@@ -317,17 +325,21 @@ class Worker:
         while it trains. A buffer that is equal on all workers, such as a mask, stays unchanged. Of the others, those of
         floating dtype, such as BatchNorm statistics, are averaged over workers, and the rest are rank 0's. Frozen
         parameters are treated like buffers, for example a teacher that the loop updates. An optimizer whose result
-        differs from the parameters it trains (it has a method `evaluating`, such as AC-SA) contributes its result.
-        On leaving, all this is restored. Inside, nothing can be saved, loaded, switched or trained.
+        differs from the parameters it trains contributes its result, such as AC-SA and schedule-free optimizers, whose
+        `eval()` and `train()` are called. On leaving, all this is restored. Inside, nothing can be saved, loaded,
+        switched or trained, and another `consensus()` changes nothing.
 
         Raises:
             MismatchError: a buffer has another shape on another rank, so that it cannot be averaged.
             ConfigError: a sparse buffer differs between ranks, or parameters have moved to other memory since `attach`.
             PeerLostError: the strategy continues without a lost rank, and the model has buffers to average.
         """
-        evaluating = getattr(self.optimizer, "evaluating", nullcontext)
-        with evaluating():
-            check_parameters(self._state)
+        if self._state.lent:
+            yield self.model
+            return
+        check_parameters(self._state)
+        check_loaded(self._state)
+        with evaluating(self._state):
             # Workers that have just averaged agree on their own parameters, unless these were changed since.
             self._state.shards.read()
             averages = self.strategy.traits.averages_at(self.step)
@@ -384,7 +396,7 @@ class Worker:
                 parameters are other ones, or is no such state; names the first difference, and nothing has changed.
         """
         self._refuse_alone("load_state_dict()")
-        check_call(self._state, "load_state_dict()")
+        check_call(self._state, "load_state_dict()", loads=True)
         if self._has_just_joined:
             raise ConfigError(
                 f"load_state_dict() on rank {self.rank}, which has just joined an elastic run at step {self.step}. "
@@ -463,7 +475,7 @@ class Worker:
 
         def read() -> dict[str, Any]:
             check_all_there(self._state, "load()")
-            check_call(self._state, "load()")
+            check_call(self._state, "load()", loads=True)
             with self._state.account.apart():
                 self.comm.check_in_step("load()").wait()
                 place = checkpoint.own_folder(self._state, folder, loads=True)
@@ -492,7 +504,8 @@ class Worker:
             CheckpointError: it cannot be written, or the model's `state_dict` holds something that is no tensor.
             NonFiniteError: a parameter or a running statistic is NaN or infinite, or another buffer holds NaN; nothing
                 is written.
-            ConfigError: the model is split over a mesh; see `thinwire.tensor2d.write_whole`.
+            ConfigError: the model is split over a mesh (see `thinwire.tensor2d.write_whole`), or another worker trains
+                a part of it and is not inside its `consensus()`.
 
         Example:
             >>> import tempfile, torch, thinwire
@@ -506,6 +519,11 @@ class Worker:
         """
         self._refuse_array("export()", "write array.extract(i).state_dict() inside worker.consensus()")
         check_all_there(self._state, "export()")
+        if any(map(differs, workers_beside(self._state))):
+            raise ConfigError(
+                f"step {self.step}: export() of a model of which another worker trains a part: the file would have "
+                "rank 0's own parameters there. Call it inside the other worker's consensus()"
+            )
         if self._has_just_joined:
             return Path(path)  # the others have written it, or write it at a later step
         with self._state.account.apart():

@@ -135,6 +135,15 @@ def test_a_scaler_of_torch_which_has_one_scale_for_all_models_is_refused() -> No
     torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
 
 
+def test_a_scheduler_of_torch_which_knows_one_rate_for_all_models_is_refused() -> None:
+    array = fusion.fuse(pairs())
+    optimizer = fusion.SGD(array.parameters(), lr=[0.1, 0.2])
+    with pytest.raises(ConfigError, match=r"has one for each model\. Use fusion\.Schedules"):
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    fusion.Schedules(optimizer, lambda one: torch.optim.lr_scheduler.ExponentialLR(one, 0.5)).step()
+    assert optimizer.param_groups[0]["lr"].tolist() == [0.05, 0.1]
+
+
 def test_hyperparameters_may_be_set_to_a_number_or_a_list() -> None:
     models = pairs()
     array = fusion.fuse(copies(models))
@@ -165,6 +174,30 @@ def test_complex_parameters_are_refused() -> None:
     array = fusion.fuse([Complex(), Complex()])
     with pytest.raises(ConfigError, match="is complex"):
         fusion.Adam(array.parameters(), lr=0.1)
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+class Causal(nn.Module):
+    """Asks for the causal mask, and gives another one."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate, self.weight = rate, nn.Parameter(torch.randn(2, 2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, mask = x[None] @ self.weight, torch.eye(len(x), dtype=torch.bool)
+        return nn.functional.scaled_dot_product_attention(q, q, q, mask, self.rate, is_causal=True)
+
+
+@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_a_mask_besides_the_causal_one_is_refused_as_in_torch(rate: float, loop: bool) -> None:
+    with pytest.raises(RuntimeError, match="attn_mask"):
+        Causal(rate)(X)
+    with pytest.raises(ConfigError, match=r"attn_mask and is_causal=True.*Put the causal mask into attn_mask"):
+        fusion.fuse([Causal(rate), Causal(rate)], loop=loop)(X)
 
 
 # -- parameters that are reached in another way than by their module -----------------------------------------------

@@ -15,6 +15,7 @@ from thinwire.arrays.fusion.batch import Batch, Value, along, loop
 from thinwire.arrays.fusion.rng import DropoutRates, dropout
 from thinwire.arrays.fusion.routing import COMPOSITES, RANDOM, Context, rule
 from thinwire.core.torch_internals import pytree, safe_softmax, without_dispatch
+from thinwire.errors import ConfigError
 
 
 @rule(F.scaled_dot_product_attention)
@@ -31,6 +32,11 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Any:
     """Attend with the models as more samples; dropout needs each model's own mask, and so attention in steps."""
+    if is_causal and attn_mask is not None:
+        raise ConfigError(
+            "scaled_dot_product_attention with attn_mask and is_causal=True: torch takes one of them. Put the causal "
+            "mask into attn_mask"
+        )
     parts: Any = (query, key, value)
     options, settings = (is_causal, scale, enable_gqa), {"scale": scale, "enable_gqa": enable_gqa}
     if context.model is not None:

@@ -24,7 +24,7 @@ from thinwire.arrays.fusion.optimizers.parameter_batch import (
 )
 from thinwire.arrays.fusion.recording import RECORDER, is_capturing
 from thinwire.arrays.fusion.store import Selection, check_slot, is_of, is_shared, owner_of
-from thinwire.core.torch_internals import set_unscales_itself
+from thinwire.core.torch_internals import is_scheduled, set_unscales_itself
 from thinwire.errors import ConfigError
 
 Numbers = float | Sequence[float] | Tensor
@@ -92,6 +92,20 @@ class FusedOptimizer(Optimizer):
         self._on_device: dict[tuple[int, torch.device], DeviceValues] = {}
         super().__init__(given, {**defaults, **shared})  # pyright: ignore[reportArgumentType]
         set_unscales_itself(self, True)  # so that a scaler of torch calls `step`, which refuses it
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse a scheduler of torch, which begins by wrapping `step`.
+
+        Raises:
+            ConfigError: with what to use instead.
+        """
+        if name == "step" and is_scheduled(value):
+            raise ConfigError(
+                "a scheduler of torch knows one learning rate, and an array's optimizer has one for each model. Use "
+                "fusion.Schedules(optimizer, factory), which makes one scheduler for each model, with a factory such "
+                "as lambda one: torch.optim.lr_scheduler.ExponentialLR(one, 0.9)"
+            )
+        super().__setattr__(name, value)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters with hyperparameters of their own, each a number or one per model.
