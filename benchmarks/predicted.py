@@ -64,7 +64,8 @@ from benchmarks.paired import run_in_turns
 from reproductions.shared.committed import Records
 from thinwire import Comm, GroupComm, parse
 from thinwire.lab.emulate import parse_links
-from thinwire.planning.doctor.speeds import StepTime, time_all_reduces, time_loaded_step, time_steps
+from thinwire.planning.doctor.speeds import StepTime, time_loaded_step, time_steps
+from thinwire.planning.plan.all_reduces import time_all_reduces
 from thinwire.planning.plan.networks import contended, fitted, network_of_links
 from thinwire.planning.plan.predict import ModelTime, own_work, predict
 from thinwire.planning.plan.traffic import cycle

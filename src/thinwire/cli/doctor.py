@@ -232,7 +232,7 @@ def _costs(costs: list[Cost]) -> Table:
 
 def _verdict(seen: Examination, costs: list[Cost]) -> str:
     """Return what these links make of the user's model, in a few sentences."""
-    from thinwire.planning.doctor.findings import all_reduce_seconds
+    from thinwire.planning.plan.all_reduces import all_reduce_seconds
 
     if not seen.steps:
         return "no training step was timed"

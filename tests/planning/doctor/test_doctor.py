@@ -22,13 +22,14 @@ from thinwire import Comm, ConfigError, run_threads
 from thinwire.cli import main
 from thinwire.lab.emulate.worker import WorkerExit
 from thinwire.planning.doctor import host, speeds
-from thinwire.planning.doctor.findings import Examination, all_reduce_seconds, findings_of
+from thinwire.planning.doctor.findings import Examination, findings_of
 from thinwire.planning.doctor.host import Host, Interface, gloo_address
 from thinwire.planning.doctor.links import Listener, Pair, call, measure, schedule
 from thinwire.planning.doctor.rendezvous import Rendezvous
 from thinwire.planning.doctor.speeds import LoadedStep, StepTime
 from thinwire.planning.doctor.verdict import costs_of, network_of
 from thinwire.planning.plan import search
+from thinwire.planning.plan.all_reduces import all_reduce_seconds
 from thinwire.planning.simulate.wires import Wires
 
 PLANTED = "tests.planning.doctor.planted"

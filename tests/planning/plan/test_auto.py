@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,13 +71,13 @@ def step_file(
 @pytest.fixture
 def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {4 << 10: 0.01, 1 << 20: 2.0}
-    real = auto.time_two
+    real = auto.time_all_reduces
 
-    def slow(comm: Comm, device: torch.device) -> dict[int, float]:
-        real(comm, device)
+    def slow(comm: Comm, **settings: Any) -> dict[int, float]:
+        real(comm, **settings)
         return times
 
-    monkeypatch.setattr(auto, "time_two", slow)
+    monkeypatch.setattr(auto, "time_all_reduces", slow)
 
 
 def test_all_ranks_get_the_same_strategy() -> None:
@@ -129,12 +130,6 @@ def test_what_is_slower_than_all_reduce_gives_way_on_all_ranks(
     chosen, goes_on = first
     assert chosen != repr(AllReduce())
     assert goes_on == (chosen if kept else repr(AllReduce()))
-
-
-def test_the_time_of_an_all_reduce_lies_on_the_line_through_those_that_were_measured() -> None:
-    assert auto.reduce_seconds({1000: 0.1, 3000: 0.3}, 2000) == pytest.approx(0.2)
-    assert auto.reduce_seconds({1000: 0.1, 3000: 0.3}, 10_000) == pytest.approx(1.0)
-    assert auto.reduce_seconds({1000: 0.1, 3000: 0.05}, 10_000) == pytest.approx(0.1)
 
 
 def test_of_many_ranks_one_is_simulated_while_the_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +210,7 @@ def test_a_run_that_chooses_anew_goes_on_with_the_strategy_of_the_checkpoint(
         return chosen, repr(worker.strategy), torch.cat([p.detach().flatten() for p in model.parameters()])
 
     def links(which: str) -> None:
-        monkeypatch.setattr(auto, "time_two", lambda comm, device: times[which])  # pyright: ignore
+        monkeypatch.setattr(auto, "time_all_reduces", lambda comm, **settings: times[which])  # pyright: ignore
 
     links("first")
     whole = thinwire.run_threads(2, lambda comm: run(comm, "first", range(6), load=False))

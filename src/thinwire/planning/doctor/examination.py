@@ -17,7 +17,8 @@ from thinwire.planning.doctor.findings import Examination
 from thinwire.planning.doctor.host import Host, look
 from thinwire.planning.doctor.links import TOKEN_BYTES, Clock, Pair, measure
 from thinwire.planning.doctor.rendezvous import Rendezvous
-from thinwire.planning.doctor.speeds import LoadedStep, StepTime, TimeStep, time_all_reduces, time_loaded_step
+from thinwire.planning.doctor.speeds import LoadedStep, StepTime, TimeStep, time_loaded_step
+from thinwire.planning.plan.all_reduces import time_all_reduces
 
 Tell = Callable[[str], None]
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import log2
 from statistics import median
@@ -442,15 +442,3 @@ def rates_of(pairs: Sequence[Pair]) -> tuple[float, dict[int, float]]:
     ranks = sorted({rank for pair in pairs for rank in (pair.a, pair.b)})
     best = {rank: max(pair.rate for pair in pairs if rank in (pair.a, pair.b)) for rank in ranks}
     return max(median(pair.rate for pair in pairs), median(best.values())), best
-
-
-def all_reduce_seconds(measured: Mapping[int, float], nbytes: float) -> float | None:
-    """Return the time of an all-reduce of so many bytes, on a straight line through the two nearest measured sizes."""
-    points = sorted(measured.items())
-    if not points:
-        return None
-    if len(points) == 1:
-        return points[0][1] * max(1.0, nbytes / points[0][0])
-    pairs = list(itertools.pairwise(points))
-    (x0, y0), (x1, y1) = next(((a, b) for a, b in pairs if nbytes <= b[0]), pairs[-1])
-    return max(0.0, y0 + (y1 - y0) * (nbytes - x0) / (x1 - x0))

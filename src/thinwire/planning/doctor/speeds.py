@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from statistics import fmean, median
@@ -20,11 +20,9 @@ from thinwire.planning.plan.search import Job
 from thinwire.planning.plan.traffic import MakeOptimizer
 from thinwire.planning.simulate import Network
 
-SIZES = (4 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 STEPS = 24
 _FEWEST_STEPS = 3
 _LEAST_SECONDS = 0.5  # for as long short steps are repeated: single ones are as long as a thread's turn
-_REPEATS = 6
 _LEAST_BYTES, _MOST_BYTES = 64 << 10, 8 << 20
 _IN_FLIGHT = 4
 _ROUND_SECONDS = 0.1
@@ -164,32 +162,6 @@ def time_steps(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, lo
     nbytes = sum(p.numel() * p.element_size() for p in trained)
     shapes, dtype = [list(p.shape) for p in trained], str(trained[0].dtype).removeprefix("torch.")
     return StepTime(name, shapes, dtype, nbytes, forward, backward, update, ready)
-
-
-def time_all_reduces(comm: Comm, *, budget: float, sizes: Sequence[int] = SIZES) -> dict[int, float]:
-    """The median seconds of an all-reduce by its bytes, until the budget of seconds is spent; every rank must call.
-
-    Raises:
-        CommError: a call fails.
-    """
-    found: dict[int, float] = {}
-    start = time.perf_counter()
-    for nbytes in sizes:
-        x = torch.zeros(nbytes // 4, dtype=torch.float32, device=comm.check_device)
-        times: list[float] = []
-        spent = 0.0
-        while len(times) < _REPEATS and (spent < budget or len(times) < 2):
-            begin = time.perf_counter()
-            comm.all_reduce_(x).wait()
-            times.append(time.perf_counter() - begin)
-            # The slowest rank's clock decides for all, or they would not take equally many turns.
-            clock = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=comm.check_device)
-            clocks = comm.all_gather(clock).wait()
-            spent = max(map(float, clocks))
-        found[nbytes] = median(times[1:])
-        if spent > budget:
-            break
-    return found
 
 
 def time_loaded_step(comm: Comm, time_step: TimeStep, *, budget: float) -> LoadedStep:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`attach(model, optimizer, "auto")`: the strategy for the network that the ranks are on, chosen by rank 0 for all.
 
-Two sizes of all-reduce are timed over the ranks' own group, which takes a few hundred milliseconds, or seconds on a
-slow link. What a training step takes is not known yet when a model is attached: it is read from the file that the
-environment variable THINWIRE_PLAN names on rank 0, which `thinwire doctor --out` has written, and assumed otherwise.
+All-reduces are timed over the ranks' own group, which takes a few hundred milliseconds, or seconds on a slow link.
+What a training step takes is not known yet when a model is attached: it is read from the file that the environment
+variable THINWIRE_PLAN names on rank 0, which `thinwire doctor --out` has written, and assumed otherwise.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from thinwire.errors import ConfigError
 from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.strategies.gradients.all_reduce import AllReduce
 from thinwire.methods.strategies.recipe import parse
+from thinwire.planning.plan.all_reduces import all_reduce_seconds, time_all_reduces
 from thinwire.planning.plan.candidates import CANDIDATES, DENSE, measured
 from thinwire.planning.plan.guard import Guard
 from thinwire.planning.plan.networks import network_of_all_reduces
@@ -48,9 +49,7 @@ WORTH = 1.2
 MOST_STEPS = 1.25
 """And must not have needed more than so many times the steps where that was measured."""
 
-_SMALL, _LARGE = 4 << 10, 1 << 20
-_REPEATS = 4
-_SLOW_SECONDS = 0.05
+_SIZES, _BUDGET_SECONDS = (4 << 10, 64 << 10, 1 << 20), 0.5
 _TIMED_ELEMENTS = 1 << 18
 _MOST_WORKERS = 64
 _LOGGER = logging.getLogger("thinwire")
@@ -74,12 +73,13 @@ def choose_for(optimizer: Optimizer, named: Mapping[str, nn.Parameter], comm: Co
     if comm.size == 1:
         return AllReduce(), None
     device = next(iter(named.values())).device
-    reduces = time_two(comm, device)
+    reduces = time_all_reduces(comm, budget=_BUDGET_SECONDS, sizes=_SIZES, device=device, figure=min)
     said: dict[str, Any] = {}
     if comm.rank == 0:
         try:
             said = _decide(optimizer, named, network_of_all_reduces(reduces, comm.size), comm.size)
-            said["least"] = reduce_seconds(reduces, sum(p.numel() * p.element_size() for p in named.values()))
+            nbytes = sum(p.numel() * p.element_size() for p in named.values())
+            said["least"] = max(all_reduce_seconds(reduces, nbytes) or 0.0, min(reduces.values()))
         except ConfigError as error:
             said = {"error": str(error)}
     decision = json.loads(gather_texts(comm, json.dumps(said).encode(), device)[0])
@@ -91,37 +91,6 @@ def choose_for(optimizer: Optimizer, named: Mapping[str, nn.Parameter], comm: Co
     if decision["recipe"] == DENSE:
         return strategy, None
     return strategy, partial(Guard, fallback_least=decision["least"], windows=1)
-
-
-def reduce_seconds(reduces: Mapping[int, float], nbytes: int) -> float:
-    """Interpolate the seconds of an all-reduce linearly between the smallest and the largest measured one."""
-    small, large = min(reduces), max(reduces)
-    per_byte = max(0.0, reduces[large] - reduces[small]) / (large - small)
-    return max(reduces[small] + (nbytes - small) * per_byte, 1e-9)
-
-
-def time_two(comm: Comm, device: torch.device) -> dict[int, float]:
-    """The least seconds of all-reduces of a small and a larger size, from rank 0's clock; every rank calls it."""
-    found: dict[int, float] = {}
-    large = _LARGE
-    for nbytes in (_SMALL, _SMALL << 4, large):
-        times: list[float] = []
-        x = torch.zeros(nbytes // 4, dtype=torch.float32, device=device)
-        synchronize(device)
-        for _ in range(_REPEATS):
-            begin = time.perf_counter()
-            comm.all_reduce_(x).wait()
-            synchronize(device)
-            times.append(time.perf_counter() - begin)
-            # All take as many turns as rank 0 does: a slow link needs neither repetition nor the largest size.
-            enough = torch.tensor([float(sum(times) > 4 * _SLOW_SECONDS)], dtype=torch.float32, device=device)
-            if float(comm.broadcast_(enough, 0).wait()) and len(times) > 1:
-                break
-        found[nbytes] = min(times)
-        slow = torch.tensor([float(found[nbytes] > _SLOW_SECONDS)], dtype=torch.float32, device=device)
-        if nbytes > _SMALL and float(comm.broadcast_(slow, 0).wait()):
-            break
-    return {_SMALL: found[_SMALL], max(found): found[max(found)]}
 
 
 def _decide(optimizer: Optimizer, named: Mapping[str, nn.Parameter], network: Network, workers: int) -> dict[str, Any]:
