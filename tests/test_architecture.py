@@ -49,7 +49,7 @@ FLOORS: list[set[str]] = [
 # The same within the packages that have several: each may import from those before it.
 ROOMS = {
     "core": [
-        {"torch_internals", "validation", "modes"},
+        {"torch_internals", "validation", "modes", "lazy"},
         {"storage", "kernels"},
         {"comm"},
         {"replica", "view"},
@@ -168,7 +168,7 @@ def imports_of(path: Path) -> list[tuple[str, str]]:
 STRING_IMPORTS = {"import_module", "__import__", "resolve_name", "run_module"}
 # Files that import modules whose names their code does not hold, each for a reason. No other file may.
 LOADERS = {
-    "": "the public names, which the stub lists; the root is above all packages, and none of them imports it",
+    "core.lazy": "public names, which the importing package lists itself",
     "registry": "runs the files that register their classes, as it would those of another distribution; it names none",
     "methods.strategies.local.outer_optimizer": "a user's optimizer, as module:name",
     "methods.strategies.user_classes": "a user's class or function, as module:Name",

@@ -9,16 +9,15 @@ Public names are imported when they are first used, so that the command line nee
 says where each is defined, to type checkers and to this module; `python tools/write_stub.py` writes it.
 """
 
-import re
-from importlib import import_module
 from pathlib import Path
 
 from thinwire._version import __version__
+from thinwire.core.lazy import importer, public_names
 from thinwire.worker import annexes as _annexes
 
-_STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
-_HOME = {name: module for module, name in re.findall(r"^from (thinwire\.\S+) import (\w+) as ", _STUB, re.MULTILINE)}
+_HOME = public_names(Path(__file__).with_suffix(".pyi"))
 __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
+__getattr__ = importer(__name__, _HOME)
 
 
 def _load_chooser() -> _annexes.Chooser:
@@ -43,15 +42,6 @@ def _load_open_run() -> _annexes.OpenRun:
 
 
 _annexes.register(chooser=_load_chooser, enter=_load_enter, open_run=_load_open_run)
-
-
-def __getattr__(name: str) -> object:
-    """Import a public name from where it is defined, once."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
-    value: object = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
 
 
 def __dir__() -> list[str]:

@@ -6,61 +6,25 @@ Under `torchrun` each process calls `work` instead. Names are imported when they
 line can read `Settings` without importing torch.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from thinwire.lab.runs.comparison import Comparison, compare
-    from thinwire.lab.runs.defaults import resolve
-    from thinwire.lab.runs.folder import RunFolder
-    from thinwire.lab.runs.launcher import launch
-    from thinwire.lab.runs.live import Status, status
-    from thinwire.lab.runs.live_bucket import bucket_status
-    from thinwire.lab.runs.recipes import Recipe, parse_recipe
-    from thinwire.lab.runs.rows import Row, load
-    from thinwire.lab.runs.settings import Settings
-    from thinwire.lab.runs.worker import work
+from thinwire.core.lazy import importer, public_names
 
 # No module here may have the name of a public function: importing the module would replace the function.
-_MODULES = {
-    "Comparison": "comparison",
-    "Recipe": "recipes",
-    "RunFolder": "folder",
-    "Row": "rows",
-    "Settings": "settings",
-    "Status": "live",
-    "bucket_status": "live_bucket",
-    "compare": "comparison",
-    "launch": "launcher",
-    "load": "rows",
-    "parse_recipe": "recipes",
-    "resolve": "defaults",
-    "status": "live",
-    "work": "worker",
-}
+if TYPE_CHECKING:
+    from thinwire.lab.runs.comparison import Comparison as Comparison
+    from thinwire.lab.runs.comparison import compare as compare
+    from thinwire.lab.runs.defaults import resolve as resolve
+    from thinwire.lab.runs.folder import RunFolder as RunFolder
+    from thinwire.lab.runs.launcher import launch as launch
+    from thinwire.lab.runs.live import Status as Status
+    from thinwire.lab.runs.live import status as status
+    from thinwire.lab.runs.live_bucket import bucket_status as bucket_status
+    from thinwire.lab.runs.recipes import Recipe as Recipe
+    from thinwire.lab.runs.recipes import parse_recipe as parse_recipe
+    from thinwire.lab.runs.rows import Row as Row
+    from thinwire.lab.runs.rows import load as load
+    from thinwire.lab.runs.settings import Settings as Settings
+    from thinwire.lab.runs.worker import work as work
 
-__all__ = [
-    "Comparison",
-    "Recipe",
-    "Row",
-    "RunFolder",
-    "Settings",
-    "Status",
-    "bucket_status",
-    "compare",
-    "launch",
-    "load",
-    "parse_recipe",
-    "resolve",
-    "status",
-    "work",
-]
-
-
-def __getattr__(name: str) -> object:
-    """Import a public name from where it is defined, once."""
-    if name not in _MODULES:
-        raise AttributeError(f"module 'thinwire.lab.runs' has no attribute {name!r}")
-    value: object = getattr(import_module(f"thinwire.lab.runs.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = importer(__name__, public_names(__file__))
