@@ -10,9 +10,9 @@ from __future__ import annotations
 import hmac
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
@@ -114,7 +114,7 @@ class Listener:
             send_seconds: how long to send in each direction.
             given_up: whether the caller has said, by another way, that it cannot connect.
         """
-        with ExitStack() as stack:
+        with ThreadPoolExecutor(STREAMS) as threads, ExitStack() as stack:
             try:
                 accepted = dict(self._accept(caller, seconds, given_up) for _ in range(STREAMS))
                 lines = [stack.enter_context(accepted[stream]) for stream in sorted(accepted)]
@@ -123,12 +123,10 @@ class Listener:
                     lines[0].sendall(_CLOCK.pack(self._clock()))
                 _receive_all(lines[0])
                 _send_for(lines[0], send_seconds)
-                other = _beside(lambda: _receive_all(lines[1]))
+                other = threads.submit(_receive_all, lines[1])
                 _send_for(lines[0], send_seconds)
-                other()
-                ends = [_beside(lambda line=line: _receive_all(line)) for line in lines]
-                for end in ends:
-                    end()
+                other.result()
+                list(threads.map(_receive_all, lines))
             except OSError as error:
                 return _words(error, seconds)
         return ""
@@ -170,7 +168,7 @@ def call(
 ) -> Pair:
     """Measure the link to another rank, which answers at its `Listener` meanwhile."""
     connected = False
-    with ExitStack() as stack:
+    with ThreadPoolExecutor(STREAMS) as threads, ExitStack() as stack:
         try:
             lines = [stack.enter_context(_connect(address, port, seconds)) for _ in range(STREAMS)]
             connected = True
@@ -179,10 +177,9 @@ def call(
             trips, offsets = _ping(lines[0], clock)
             there = _send_for(lines[0], send_seconds)
             back = _receive_all(lines[0])
-            other_way = _beside(lambda: _send_for(lines[1], send_seconds))
-            both = min(_receive_all(lines[0]), other_way())
-            ends = [_beside(lambda line=line: _send_for(line, send_seconds)) for line in lines]
-            several = sum(end() for end in ends)
+            other_way = threads.submit(_send_for, lines[1], send_seconds)
+            both = min(_receive_all(lines[0]), other_way.result())
+            several = sum(threads.map(lambda line: _send_for(line, send_seconds), lines))
         except OSError as error:
             words = _words(error, seconds, connecting=not connected)
             return Pair(rank, other, problem=f"{address}:{port}: {words}", connected=connected)
@@ -318,30 +315,6 @@ def _receive_into(line: socket.socket, buffer: bytearray) -> None:
         if not (count := line.recv_into(view)):
             raise ConnectionResetError("the other rank hung up")
         view = view[count:]
-
-
-def _beside(work: Callable[[], float]) -> Callable[[], float]:
-    """Run something in a thread; the returned function waits for its result."""
-    results: list[float] = []
-    errors: list[OSError] = []
-
-    def body() -> None:
-        try:
-            results.append(work())
-        except OSError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=body, daemon=True, name="thinwire-doctor")
-    thread.start()
-
-    def result() -> float:
-        # Its socket has a timeout of its own.
-        thread.join()
-        if errors:
-            raise errors[0]
-        return results[0]
-
-    return result
 
 
 def _problem(rank: int, listener: dict[str, Any] | None) -> str:
