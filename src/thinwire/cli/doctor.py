@@ -83,7 +83,7 @@ class Doctor(ModelOptions):
 
     def _examine(self) -> int:
         from thinwire.core.comm.rendezvous import started_by_torchrun
-        from thinwire.planning.doctor.examination import Budget, examine
+        from thinwire.planning.doctor.examination import examine
         from thinwire.planning.doctor.findings import findings_of
         from thinwire.planning.doctor.rendezvous import join
         from thinwire.planning.doctor.verdict import costs_of
@@ -96,8 +96,7 @@ class Doctor(ModelOptions):
             if peers.rank == 0:
                 err.print(f"measuring {part} ...", style="dim")
 
-        budget = Budget(answer=self.timeout)
-        seen = examine(peers, rendezvous, made.timed, budget=budget, tell=tell)
+        seen = examine(peers, rendezvous, made.timed, answer=self.timeout, tell=tell)
         if seen is None:
             return 0
         findings = findings_of(seen)

@@ -5,41 +5,25 @@ from __future__ import annotations
 
 import json
 import secrets
-import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from thinwire.errors import CommError, CommTimeoutError, ConfigError
 from thinwire.planning.doctor.findings import Examination
 from thinwire.planning.doctor.host import Host, look
-from thinwire.planning.doctor.links import TOKEN_BYTES, Clock, Pair, measure
+from thinwire.planning.doctor.links import TOKEN_BYTES, Pair, measure
 from thinwire.planning.doctor.rendezvous import Rendezvous
 from thinwire.planning.doctor.speeds import LoadedStep, StepTime, TimeStep, time_loaded_step
 from thinwire.planning.plan.all_reduces import time_all_reduces
 
 Tell = Callable[[str], None]
 
-_MOST_STEPS = 5  # budgets of steps that a slow rank may take
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How long the parts of an examination may take, in seconds.
-
-    Attributes:
-        answer: how long to wait for one answer of another rank.
-        links: for all links together.
-        all_reduces: for all sizes together.
-        steps: for the model's steps, and as much again for steps with messages.
-    """
-
-    answer: float = 15.0
-    links: float = 16.0
-    all_reduces: float = 8.0
-    steps: float = 6.0
+# Seconds for all links, for all sizes of all-reduces, and for the model's steps; as much again for steps with messages.
+_LINKS, _ALL_REDUCES, _STEPS = 16.0, 8.0, 6.0
+_SLOWEST_STEPS = 5 * _STEPS  # of a slow rank
 
 
 def examine(
@@ -47,9 +31,8 @@ def examine(
     rendezvous: str,
     time_step: TimeStep,
     *,
-    budget: Budget,
+    answer: float,
     tell: Tell = lambda _: None,
-    clock: Clock = time.time,
 ) -> Examination | None:
     """Measure together with the other ranks; every rank calls it.
 
@@ -57,9 +40,8 @@ def examine(
         peers: of the ranks.
         rendezvous: its address or name, "" for one process alone.
         time_step: times a training step on this rank.
-        budget: how long each part may take.
+        answer: seconds to wait for one answer of another rank.
         tell: called on rank 0 with what is measured now.
-        clock: of this machine.
 
     Returns:
         The findings on rank 0; None on the others.
@@ -72,35 +54,27 @@ def examine(
     peers.put("host", host.to_json())
     if peers.size == 1:
         tell("a training step")
-        return Examination(1, rendezvous, {0: host}, steps={0: time_step(budget.steps)})
-    token, present, addresses = _gather(peers, budget)
+        return Examination(1, rendezvous, {0: host}, steps={0: time_step(_STEPS)})
+    token, present, addresses = _gather(peers, answer)
     tell("links")
-    pairs = measure(
-        peers,
-        present,
-        addresses,
-        token=token,
-        budget_seconds=budget.links,
-        seconds=budget.answer,
-        clock=clock,
-    )
+    pairs = measure(peers, present, addresses, token=token, budget_seconds=_LINKS, seconds=answer)
     peers.put("pairs", [asdict(pair) for pair in pairs])
     silent: dict[str, list[int]] = {}
-    every = _take(peers, "pairs", present, budget.answer + budget.links, silent, "its links") or {}
+    every = _take(peers, "pairs", present, answer + _LINKS, silent, "its links") or {}
     found = [Pair(**each) for rows in every.values() for each in rows]
     complete = len(present) == peers.size and not any(pair.problem for pair in found) and not silent
-    reduces, loaded, problem = _in_a_group(peers, complete, time_step, budget, tell)
+    reduces, loaded, problem = _in_a_group(peers, complete, time_step, answer, tell)
     peers.put("loaded", None if loaded is None else asdict(loaded))
     tell("a training step")
     # All at once, as in training: cores and memory of a machine are shared.
     peers.put("ready", 1)
-    peers.collect("ready", present, seconds=budget.answer + _MOST_STEPS * budget.steps)
-    peers.put("step", asdict(time_step(budget.steps)))
-    steps = _take(peers, "step", present, budget.answer + _MOST_STEPS * budget.steps, silent, "its training step")
+    peers.collect("ready", present, seconds=answer + _SLOWEST_STEPS)
+    peers.put("step", asdict(time_step(_STEPS)))
+    steps = _take(peers, "step", present, answer + _SLOWEST_STEPS, silent, "its training step")
     if steps is None:
         # Rank 0 hosts the store, and has ended where it cannot be reached.
         with suppress(RuntimeError):
-            peers.collect("end", [0], seconds=budget.answer + _MOST_STEPS * budget.steps)
+            peers.collect("end", [0], seconds=answer + _SLOWEST_STEPS)
         return None
     hosts = {rank: Host.from_json(each) for rank, each in peers.collect("host", present, seconds=1.0).items()}
     amid = {rank: LoadedStep(**each) for rank, each in peers.collect("loaded", present, seconds=1.0).items() if each}
@@ -109,23 +83,23 @@ def examine(
     return Examination(peers.size, rendezvous, hosts, found, reduces, timed, silent, problem, amid)
 
 
-def _gather(peers: Rendezvous, budget: Budget) -> tuple[bytes, list[int], dict[int, str]]:
+def _gather(peers: Rendezvous, answer: float) -> tuple[bytes, list[int], dict[int, str]]:
     """Find out which ranks came; rank 0 decides, draws the token for the links, and informs the others."""
     if peers.rank == 0:
-        hosts = peers.collect("host", range(peers.size), seconds=budget.answer)
+        hosts = peers.collect("host", range(peers.size), seconds=answer)
         addresses = {rank: each["gloo_address"] for rank, each in hosts.items()}
         decision = {"token": secrets.token_hex(TOKEN_BYTES), "addresses": addresses}
         peers.put("present", decision)
-    found: dict[int, Any] = peers.collect("present", [0], seconds=2 * budget.answer)
+    found: dict[int, Any] = peers.collect("present", [0], seconds=2 * answer)
     if 0 not in found:
         raise CommTimeoutError(
-            f"rank {peers.rank}: the rendezvous answers, but rank 0 did not come within {2 * budget.answer:g} s. See "
+            f"rank {peers.rank}: the rendezvous answers, but rank 0 did not come within {2 * answer:g} s. See "
             "whether it was started and what it printed"
         )
     told = {int(rank): address for rank, address in found[0]["addresses"].items()}
     if peers.rank not in told:
         raise CommTimeoutError(
-            f"rank {peers.rank}: came too late. Rank 0 had waited for {budget.answer:g} s and continued with "
+            f"rank {peers.rank}: came too late. Rank 0 had waited for {answer:g} s and continued with "
             f"{len(told)} of {peers.size} ranks. Start all ranks at about the same time, or raise --timeout"
         )
     return bytes.fromhex(found[0]["token"]), sorted(told), told
@@ -144,21 +118,21 @@ def _take(
 
 
 def _in_a_group(
-    peers: Rendezvous, complete: bool, time_step: TimeStep, budget: Budget, tell: Tell
+    peers: Rendezvous, complete: bool, time_step: TimeStep, answer: float, tell: Tell
 ) -> tuple[dict[int, float], LoadedStep | None, str]:
     """Time all-reduces by size, and a step with messages, if rank 0 finds that all can take part; with the problem."""
     if peers.rank == 0:
         peers.put("reduce", complete)
-    go = peers.collect("reduce", [0], seconds=2 * (budget.answer + budget.links))
+    go = peers.collect("reduce", [0], seconds=2 * (answer + _LINKS))
     reduces: dict[int, float] = {}
     if not go.get(0):
         return reduces, None, ""
     try:
-        with peers.group(seconds=budget.answer) as comm:
+        with peers.group(seconds=answer) as comm:
             tell("all-reduces")
-            reduces = time_all_reduces(comm, budget=budget.all_reduces)
+            reduces = time_all_reduces(comm, budget=_ALL_REDUCES)
             tell("a training step while messages pass")
-            return reduces, time_loaded_step(comm, time_step, budget=budget.steps), ""
+            return reduces, time_loaded_step(comm, time_step, budget=_STEPS), ""
     except CommError as error:
         return reduces, None, str(error)
 
