@@ -3,7 +3,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +16,15 @@ class Output(Console):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, emoji=False, markup=False, **options)
+
+    def table(self, title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        """Print a table of text."""
+        from rich.table import Table
+
+        table = Table(*headings, title=title, title_justify="left")
+        for row in rows:
+            table.add_row(*row)
+        self.print(table)
 
     def on_broken_pipe(self) -> NoReturn:
         """Raise the error to `thinwire.cli.main`; rich would end the program with the exit code of a failure."""

@@ -24,10 +24,10 @@ Fields = dict[str, Any]
 
 
 class Bar:
-    """A context with a bar on a terminal; elsewhere it shows nothing.
+    """A context with a bar on a terminal; elsewhere it prints a line every ten seconds.
 
     Args:
-        label: the text before the bar.
+        label: the text before the bar, and before a line.
         console: where to write.
     """
 
@@ -35,6 +35,7 @@ class Bar:
         self._label = label
         self._console = console
         self._live: Progress | None = None
+        self._printed_at = time.monotonic()
 
     def __enter__(self) -> Self:
         """Start the bar, on a terminal."""
@@ -54,10 +55,13 @@ class Bar:
         if self._live is not None:
             self._live.stop()
 
-    def show(self, **changes: Any) -> None:
-        """Change what the bar shows: `completed`, `total`, `description` or `words`, the text behind it."""
+    def show(self, *, words: str = "", **changes: Any) -> None:
+        """Change what the bar shows: `words`, the text behind it, `completed`, `total` or `description`."""
         if self._live is not None:
-            self._live.update(self._task, **changes)
+            self._live.update(self._task, words=words, **changes)
+        elif words and time.monotonic() - self._printed_at >= _PLAIN_SECONDS:
+            self._printed_at = time.monotonic()
+            self._console.print(f"{self._label}: {words}")
 
 
 class Watch(Bar):
@@ -77,7 +81,6 @@ class Watch(Bar):
         self._step: Fields = {}
         self._evaluation: Fields = {}
         self._workers = 0  # of an elastic run
-        self._printed_at = time.monotonic()
 
     def __call__(self, event: Fields) -> None:
         """Show one event of the run."""
@@ -93,11 +96,7 @@ class Watch(Bar):
             self._console.print(f"{self._label}: {restart_in_words(event)}")
         elif event["event"] == "notice":
             self._console.print(f"{self._label}: saved after {notice_in_words(event)}")
-        if self._live is not None:
-            self.show(completed=self._done(), total=1.0, words=self._words())
-        elif self._step and time.monotonic() - self._printed_at >= _PLAIN_SECONDS:
-            self._printed_at = time.monotonic()
-            self._console.print(f"{self._label}: {self._words()}")
+        self.show(completed=self._done(), total=1.0, words=self._words())
 
     def _done(self) -> float:
         """Return the fraction of the run that is over; 0 where it has no limit of steps or seconds."""

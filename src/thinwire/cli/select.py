@@ -105,7 +105,9 @@ class Select:
         if self.json:
             print_json(summary | {"folder": folder})
         else:
-            _show(summary)
+            headings = ("", "coreset", f"random, mean of {_RANDOM_DRAWS}")
+            out.table(_title(summary), headings, _rows(summary))
+            out.print(_advice(summary))
             out.print(str(folder))
         return 0
 
@@ -223,14 +225,3 @@ def _advice(summary: Fields) -> str:
         f"{told}; as many random points come nearer in {nearer} of {draws} draws: "
         "they are as good here, and cost nothing"
     )
-
-
-def _show(summary: Fields) -> None:
-    from rich.table import Table
-
-    table = Table("", "coreset", f"random, mean of {summary['random_draws']}", title=_title(summary))
-    table.title_justify = "left"
-    for row in _rows(summary):
-        table.add_row(*row)
-    out.print(table)
-    out.print(_advice(summary))

@@ -8,7 +8,7 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from thinwire.cli.console import err, out, print_json
 from thinwire.cli.options import check_folder, command_line, default_folder, save_config
+from thinwire.cli.progress import Bar
 from thinwire.errors import ConfigError
 from thinwire.lab.runs.settings import option_name
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from thinwire.arrays.sweep.adapting import Adapting
     from thinwire.arrays.sweep.plan import Plan
-    from thinwire.arrays.sweep.space import Domain, Hyperparameters, Space
+    from thinwire.arrays.sweep.space import Domain, Space
     from thinwire.arrays.sweep.sweeping import Progress
     from thinwire.lab.tasks import Task
 
@@ -35,10 +34,7 @@ _HYPERPARAMETERS = (
 # Options that do not decide the results, and so may change when a sweep is resumed.
 _MAY_CHANGE = ("data", "out", "resume", "overwrite", "json", "check", "threads")
 _JOURNAL = "journal"
-# Seconds between updates: of lines in a log, and of the table on a terminal.
-_PLAIN_SECONDS = 10.0
-_LIVE_SECONDS = 0.5
-_SHOWN = 5  # trials in the live table
+_UPDATE_SECONDS = 0.5
 Fields = dict[str, Any]
 
 
@@ -191,7 +187,7 @@ class Sweep:
         if self.json:
             print_json({**summary, "trials": trials_as_json(found.best), "folder": folder, "best_command": command})
             return 0
-        show(found.title, headings_of(space), rows_of(space, found.best[:10]))
+        out.table(found.title, headings_of(space), rows_of(space, found.best[:10]))
         out.print(summary_text(summary))
         out.print(f"{page}")
         out.print(f"no {BEST}: {missing}" if missing else f"to train the best trial: {command}")
@@ -331,79 +327,27 @@ def _terminated_like_interrupted() -> Generator[None]:
 # -- for people --------------------------------------------------------------------------------------------------------
 
 
-def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table."""
-    from rich.table import Table
-
-    table = Table(*headings, title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*row)
-    out.print(table)
-
-
 @contextmanager
 def progress_display(trials: int, steps: int) -> Generator[Callable[[Progress], None]]:
-    """Show a sweep's progress: a bar with the best trials on a terminal, a line every ten seconds elsewhere."""
-    from rich.live import Live
-    from rich.progress import Progress as ProgressBar
-    from rich.table import Table
+    """Show how far a sweep is, and the lowest loss of its trials."""
+    from thinwire.arrays.sweep.trials import ranked
 
-    bar = ProgressBar(console=err)
-    task, shown_at = bar.add_task("sweep", total=trials * steps), time.monotonic()
+    shown_at = -math.inf
 
     def update(progress: Progress) -> None:
         nonlocal shown_at
-        text = f"array {progress.array}, {progress.members} trials, step {progress.step}/{steps}"
-        waited = time.monotonic() - shown_at
-        if not err.is_terminal:
-            if waited > _PLAIN_SECONDS:
-                err.print(f"{text}{_best(progress)}")
-                shown_at = time.monotonic()
-            return
-        done = len(progress.ended) * steps + len(progress.current_losses()) * progress.step
-        bar.update(task, completed=min(done, trials * steps), description=text)
-        if waited > _LIVE_SECONDS:
-            grid = Table.grid()
-            grid.add_row(bar)
-            grid.add_row(_live(progress))
-            live.update(grid)
-            shown_at = time.monotonic()
+        if time.monotonic() - shown_at < _UPDATE_SECONDS:
+            return  # losses come from the device
+        shown_at = time.monotonic()
+        running = [loss for _, loss in progress.current_losses()]
+        best = ""
+        if progress.ended:
+            best = f", best held-out loss {ranked(progress.ended)[0].loss:.4f}"
+        elif finite := [loss for loss in running if math.isfinite(loss)]:
+            best = f", lowest loss of a batch {min(finite):.4f}"
+        done = min(len(progress.ended) * steps + len(running) * progress.step, trials * steps)
+        words = f"array {progress.array}, {progress.members} trials, step {progress.step}/{steps}{best}"
+        bar.show(completed=done, total=trials * steps, words=words)
 
-    with Live(bar, console=err, transient=True, refresh_per_second=4) as live:
+    with Bar("sweep") as bar:
         yield update
-
-
-def _running(progress: Progress) -> list[tuple[int, float, Hyperparameters]]:
-    """Return the trials of the current array with their last batch's loss, lowest loss first."""
-    found = [(trial.number, loss, trial.hyperparameters) for trial, loss in progress.current_losses()]
-    return sorted(found, key=lambda each: (not math.isfinite(each[1]), each[1]))
-
-
-def _best(progress: Progress) -> str:
-    from thinwire.arrays.sweep.trials import ranked
-
-    if progress.ended:
-        return f", best held-out loss {ranked(progress.ended)[0].loss:.4f}"
-    running = _running(progress)[:1]
-    return f", lowest loss of a batch {running[0][1]:.4f}" if running else ""
-
-
-def _live(progress: Progress) -> Table:
-    from rich.table import Table
-
-    from thinwire.arrays.sweep.trials import ranked
-
-    table = Table("trial", "loss", "of", "hyperparameters")
-    for each in ranked(progress.ended)[:_SHOWN]:
-        of = f"held-out data, {each.steps} steps{', stopped' if each.stopped else ''}"
-        table.add_row(str(each.trial.number), f"{each.loss:.4f}", of, _text_of(each.trial.hyperparameters))
-    for number, loss, hyperparameters in _running(progress)[:_SHOWN]:
-        of = f"the last batch, {progress.step} steps"
-        table.add_row(str(number), f"{loss:.4f}", of, _text_of(hyperparameters))
-    return table
-
-
-def _text_of(hyperparameters: Hyperparameters) -> str:
-    from thinwire.arrays.sweep.results import short
-
-    return ", ".join(f"{name} {short(value)}" for name, value in hyperparameters.items())
