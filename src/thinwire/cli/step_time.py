@@ -94,26 +94,18 @@ class ModelOptions:
         """
         if self.batch_size is not None and self.batch_size < 1:
             raise ConfigError(f"--batch-size {self.batch_size}: must be at least 1")
-        model, data, loss = self.own_model, self.data, self.own_loss
-        if loss is not None and model is None:
-            raise ConfigError(f"--loss {loss}: goes with --model and --data. Give all three, or leave it out")
         import torch
 
-        from thinwire.lab import tasks
         from thinwire.lab.runs.optimizer import maker_of
+        from thinwire.lab.runs.own_functions import task_of
 
-        if model is not None:
-            from thinwire.lab.runs.own_functions import complete_own
-
-            given = {"task": self.task, "model": self.model_size, "batch_size": self.batch_size}
-            loaded, meta = complete_own({**given, "own_model": model, "data": data, "own_loss": loss}), False
-        else:
-            loaded = tasks.load(self.task or "text", data=data)
+        given = {name: getattr(self, name) for name in ("task", "own_model", "own_loss", "batch_size", "data")}
+        loaded = task_of({**given, "model": self.model_size})
         defaults = loaded.defaults
         size = self.batch_size or defaults.batch_size
-        name = model or f"the model of {loaded.name}, batches of {size}"
+        name = self.own_model or f"the model of {loaded.name}, batches of {size}"
         maker = maker_of(optimizer, _MOMENTUM) if optimizer else maker_of(defaults.optimizer, defaults.momentum)
-        if meta:
+        if meta and self.own_model is None:
             with torch.device("meta"):
                 module = loaded.model(self.model_size, seed=0)
             return TimedModel(name, module, _no_loss, maker)

@@ -279,20 +279,17 @@ class Sweep:
         Raises:
             ConfigError: options that exclude each other, or a function that cannot be used.
         """
-        from thinwire.lab.runs.own_functions import complete_own
-        from thinwire.lab.tasks import load
+        from thinwire.lab.runs.own_functions import task_of
 
-        if self.own_model is None:
-            if self.own_loss is not None:
-                raise ConfigError(f"--loss {self.own_loss}: belongs to a model of yours. Add --model MODULE:FUNCTION")
-            return load(self._name, data=self.data)
-        if self.own_loss is None:
+        if self.own_model is not None and self.own_loss is None:
             raise ConfigError(
                 f"--model {self.own_model}: a sweep computes the loss of each model from its outputs. Add --loss, "
                 "such as --loss torch.nn.functional:cross_entropy"
             )
-        given = {"task": self.task, "batch_size": self.batch_size, "model": self.model_size, "seed": self.seed}
-        return complete_own({**given, "own_model": self.own_model, "data": self.data, "own_loss": self.own_loss})
+        given = {"task": self.task, "own_model": self.own_model, "own_loss": self.own_loss, "data": self.data}
+        if self.own_model is None:
+            return task_of({**given, "task": self._name})
+        return task_of({**given, "batch_size": self.batch_size, "model": self.model_size, "seed": self.seed})
 
     def _space(self) -> Space:
         from thinwire.arrays.sweep.space import Space, parse_domain

@@ -317,7 +317,7 @@ def test_a_rank_that_cannot_listen_is_named_as_the_one() -> None:
         (["--link", "100mbit"], "--link 100mbit: emulates links of --workers"),
         (["--model", "no_such_module:f", "--data", "x:y"], "no_such_module:f: no module no_such_module is installed"),
         (["--model", f"{PLANTED}:main", "--data", f"{PLANTED}:data"], f"--model {PLANTED}:main: calling it failed"),
-        (["--loss", "x:y"], "--loss x:y: goes with --model and --data"),
+        (["--loss", "x:y"], "--loss x:y: belongs to a model of yours"),
     ],
 )
 def test_options_that_cannot_work_are_refused(

@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +15,12 @@ from thinwire.errors import ConfigError
 from thinwire.lab.emulate import available, parse_links, parse_stragglers
 from thinwire.lab.runs.baselines import Baseline
 from thinwire.lab.runs.coreset import check_policy
-from thinwire.lab.runs.own_functions import complete_own
+from thinwire.lab.runs.own_functions import task_of
 from thinwire.lab.runs.recipes import describe, parse_late, parse_recipe, parse_strategy
 from thinwire.lab.runs.settings import MOST_WORKERS, Settings, parse_mesh
 from thinwire.lab.runs.switches import check_switches
 from thinwire.lab.runs.tensor import check_tensor_parallel, size_for
-from thinwire.lab.tasks import Task, load
+from thinwire.lab.tasks import Task
 from thinwire.methods.strategies.base import check_workers
 from thinwire.worker.compatibility import check_survives
 
@@ -47,7 +46,7 @@ def resolve(asked: Mapping[str, Any]) -> Settings:
     if "switch" in given:
         given["switch"] = check_switches(given["switch"], given["strategy"], given.get("workers", 1))
     _check_environment(given)
-    task = _task(given)
+    task = task_of(given)
     if "coreset" in given:
         given["coreset"] = check_policy(given["coreset"], task, given.get("optimizer", task.defaults.optimizer))
     settings = Settings(**_filled(given, task))
@@ -61,18 +60,6 @@ def resolve(asked: Mapping[str, Any]) -> Settings:
         check_can_save(settings)
     task.shards(settings.copies, split=settings.split, seed=settings.seed)
     return settings if "timeout" in given else replace(settings, timeout=default_timeout(settings, task))
-
-
-def _task(given: dict[str, Any]) -> Task:
-    """Return the task; of a user's functions, what is given is checked and completed."""
-    if "own_model" not in given:
-        if "own_loss" in given:
-            raise ConfigError(f"--loss {given['own_loss']}: belongs to a model of yours. Add --model MODULE:FUNCTION")
-        if "data" in given:
-            # Workers may start in another folder.
-            given["data"] = str(Path(given["data"]).absolute())
-        return load(given.setdefault("task", "text"), data=Path(given["data"]) if "data" in given else None)
-    return complete_own(given)
 
 
 def check_recipe_survives(settings: Settings) -> None:

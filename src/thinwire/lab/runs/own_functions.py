@@ -70,14 +70,26 @@ def own_functions(model: str, data: str | None, loss: str | None, *, imports: bo
     )
 
 
-def complete_own(given: dict[str, Any]) -> Task:
-    """Return the task of the functions that were given, after one batch was tried; `given` is completed in place.
+def task_of(given: dict[str, Any]) -> Task:
+    """Return the task of the fields of `Settings` that were given, which are completed in place.
+
+    It is a built-in one, or is made of a user's functions, after one batch was tried.
 
     Raises:
-        ConfigError: something else was given that the functions decide, or one of them cannot be used.
+        ConfigError: a task or a file is missing, something else was given that the functions decide, or one of them
+            cannot be used.
     """
-    name = given["own_model"]
-    if ":" not in name and given.get("data") is None:
+    name, data = given.get("own_model"), given.get("data")
+    if name is None:
+        if given.get("own_loss") is not None:
+            raise ConfigError(f"--loss {given['own_loss']}: belongs to a model of yours. Add --model MODULE:FUNCTION")
+        given["task"] = given.get("task") or "text"
+        if data is None:
+            return load(given["task"])
+        # Workers may start in another folder.
+        given["data"] = str(Path(data).absolute())
+        return load(given["task"], data=Path(data))
+    if ":" not in name and data is None:
         raise ConfigError(
             f"--model {name}: must be MODULE:FUNCTION, a function of yours, with --data. The size of a task's model "
             f"is --model-size {name}"
@@ -86,7 +98,7 @@ def complete_own(given: dict[str, Any]) -> Task:
         if given.get(key) is not None and (key, given[key]) != ("split", "iid"):
             option = {"model": "model-size"}.get(key, key.replace("_", "-"))
             raise ConfigError(f"--{option} {given[key]} with --model {name}: {reason}. Leave it out")
-    given["data"] = None if given.get("data") is None else str(given["data"])
+    given["data"] = None if data is None else str(data)
     functions = own_functions(name, given["data"], given.get("own_loss"))
     task = own_task(functions, size=given.get("workers", 1), seed=given.get("seed", 0))
     # Of held-out data of a user's own, all is evaluated unless a limit is given.
