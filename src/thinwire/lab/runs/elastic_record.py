@@ -119,7 +119,7 @@ class ElasticRecord:
         if event["after"] is None:
             self._listener(event)
             return
-        since = 0.0 if self._origin is None else time.monotonic() - self._origin
+        since = 0.0 if self._origin is None else time.perf_counter() - self._origin
         self.restarts.append({name: event[name] for name in ("rank", "how")} | {"seconds": since})
         self._listener(event)
 

@@ -153,7 +153,7 @@ class ElasticTraining:
 
     def _take_step(self) -> None:
         worker, engine, settings = self.worker, self._engine, self._settings
-        step, start = worker.step, time.monotonic()
+        step, start = worker.step, time.perf_counter()
 
         def loss() -> Tensor:
             number = self._sampler.share(worker) if self._own is None else self._own.next()
@@ -163,15 +163,15 @@ class ElasticTraining:
         def refuse(value: float) -> NoReturn:
             raise NonFiniteError(f"worker {self._views.worker_id}, step {step}: the loss is {value}. Use a lower --lr")
 
-        slow = (self._straggler, loss, lambda: time.monotonic() - start)
-        taken = take_step(engine, settings, *slow, refuse, time.monotonic)
+        slow = (self._straggler, loss, lambda: time.perf_counter() - start)
+        taken = take_step(engine, settings, *slow, refuse)
         times = {"step": worker.step, "step_seconds": taken.end - start}
         self._rows.append({**times, **taken._asdict(), "metrics": engine.metrics()})
         if taken.end - self._told_at >= _REPORT_SECONDS:
             self._tell_rows()
 
     def _tell_rows(self) -> None:
-        self._told_at = time.monotonic()
+        self._told_at = time.perf_counter()
         if self._rows:
             self._emit({"event": "rows", "worker": self._views.worker_id, "rows": self._rows})
             self._rows = []
@@ -186,7 +186,7 @@ class ElasticTraining:
                 "lost": list(view.lost),
                 "left": dict(view.left),
                 "step": self.worker.step,
-                "at": time.monotonic(),
+                "at": time.perf_counter(),
             }
         )
 
@@ -196,4 +196,4 @@ class ElasticTraining:
         with self.worker.consensus() as model, torch.no_grad():
             found = self._task.evaluate(model, limit=self._settings.eval_limit)
         figures: dict[str, Any] = {"eval_loss": found.loss, "eval_metric": found.metric, "targets": found.targets}
-        self._emit({"event": "evaluation", "step": self.worker.step, "at": time.monotonic(), **figures})
+        self._emit({"event": "evaluation", "step": self.worker.step, "at": time.perf_counter(), **figures})

@@ -58,7 +58,6 @@ class RunContext:
         emit: sends events to the launcher.
         coreset: selects and weights examples of the shard; None trains on all of them.
         tensor_parallel: how the model is split over a mesh of workers; None if it is not.
-        clock: of training time, and of the engine's intervals; in a simulation it is the virtual one.
     """
 
     settings: Settings
@@ -73,7 +72,6 @@ class RunContext:
     emit: Callable[[dict[str, Any]], None]
     coreset: ChosenData | None = None
     tensor_parallel: TensorParallel | None = None
-    clock: Callable[[], float] = time.perf_counter
 
     @property
     def data_rank(self) -> int:
@@ -185,7 +183,6 @@ def take_step(
     compute: Callable[[], Tensor],
     computed: Callable[[], float],
     refuse: Callable[[float], NoReturn],
-    clock: Callable[[], float],
 ) -> Taken:
     """Take one training step.
 
@@ -196,7 +193,6 @@ def take_step(
         compute: computes the loss of the step's batch.
         computed: how long computation takes, for the straggler.
         refuse: called with a loss that is NaN or infinite, if the settings do not allow one.
-        clock: of training time.
     """
     step, sent, exposed = engine.step, engine.payload_bytes, engine.exposed_seconds
     set_lr(engine.optimizer, settings.lr_at(step))
@@ -212,7 +208,7 @@ def take_step(
     engine.update()
     if settings.device == "cuda":
         torch.cuda.synchronize()
-    return Taken(value, clock(), engine.payload_bytes - sent, engine.exposed_seconds - exposed, paused)
+    return Taken(value, time.perf_counter(), engine.payload_bytes - sent, engine.exposed_seconds - exposed, paused)
 
 
 class Training:
@@ -229,7 +225,6 @@ class Training:
             context.coreset.load_state_dict(resumed["coreset"])
         self.context = context
         self.engine = context.engine
-        self._clock = context.clock
         self.seconds: float = resumed["seconds"]
         self.payload_bytes: float = resumed["payload_bytes"]
         self.cpu_seconds: float = resumed.get("cpu_seconds", 0.0)
@@ -279,7 +274,7 @@ class Training:
 
     def _run(self, notice: Notice | None) -> None:
         self._barrier()
-        self._timeline.origin = self._clock()
+        self._timeline.origin = time.perf_counter()
         over = self._schedule.is_over(self.engine.step, self.seconds)
         self._evaluate()
         while not over:
@@ -288,7 +283,7 @@ class Training:
             self._barrier()
             self._counter.start()
             self._cpu_start = time.process_time()
-            self._clock_start = self._step_end = self._clock()
+            self._clock_start = self._step_end = time.perf_counter()
             self._switch()
             while self.engine.step < next_sync and not self.notice:
                 self._take_step()
@@ -319,7 +314,7 @@ class Training:
             self._raise_on_all(_not_finite(context.control.rank, step, value, context.settings))
 
         slow = (context.straggler, lambda: self._loss(step), lambda: self._compute_seconds)
-        taken = take_step(engine, context.settings, *slow, refuse, self._clock)
+        taken = take_step(engine, context.settings, *slow, refuse)
         # A step begins where the one before it ended, so that their times add up to the training time.
         end = self._step_end = taken.end
         self.payload_bytes += taken.sent
@@ -350,11 +345,11 @@ class Training:
         context, settings = self.context, self.context.settings
         if context.coreset is not None:
             return context.coreset.loss(self.engine.network, step)
-        start = self._clock()
+        start = time.perf_counter()
         batch = context.task.batch(
             context.shard, step, batch_size=settings.batch_size, seed=settings.seed, rank=context.data_rank
         )
-        self._data_seconds = self._clock() - start
+        self._data_seconds = time.perf_counter() - start
         if context.tensor_parallel is not None:
             return context.tensor_parallel.loss(self.engine.network, batch)
         return context.task.loss(self.engine.network, batch)
@@ -398,9 +393,9 @@ class Training:
 
     def _wait_pending(self) -> None:
         """Wait for messages in flight while the clock still runs: their time belongs to the last step."""
-        exposed, start = self.engine.exposed_seconds, self._clock()
+        exposed, start = self.engine.exposed_seconds, time.perf_counter()
         self.engine.wait_pending()
-        taken, exposed = self._clock() - start, self.engine.exposed_seconds - exposed
+        taken, exposed = time.perf_counter() - start, self.engine.exposed_seconds - exposed
         last = self._records[-1]
         self._records[-1] = replace(
             last,

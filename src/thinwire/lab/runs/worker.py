@@ -205,7 +205,6 @@ def train(settings: Settings, folder: Path, ranks: Ranks, emit: Emit, *, resume:
         emit=emit,
         coreset=coreset,
         tensor_parallel=tensor_parallel,
-        clock=comm.runtime.clock,
     )
     training = Training(context, extra)
     training.run()
