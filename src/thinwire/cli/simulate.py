@@ -16,7 +16,7 @@ from thinwire.planning.units import nbytes, seconds, share
 
 if TYPE_CHECKING:
     from thinwire.lab.runs.folder import RunFolder
-    from thinwire.lab.runs.simulated_training import MakeOptimizer, Outcome, Summary, Training
+    from thinwire.lab.runs.simulated_training import Outcome, Summary, Training
     from thinwire.methods.strategies.base import Strategy
     from thinwire.planning.simulate import Network, Simulation
 
@@ -79,14 +79,7 @@ class Simulate:
         # Before anything is simulated, so that a mistake is told as one.
         if self.workers > 0:
             check_workers(strategy, self.workers)
-        training = Training(
-            strategy,
-            steps=self.steps,
-            make_optimizer=_maker(strategy, self.workers),
-            parameters=int(self.parameters),
-            numbers="meta" if self.meta else "real",
-            seed=self.seed,
-        )
+        training = Training(strategy, self.steps, int(self.parameters), self.meta, self.seed)
         network = self._network()
         check_call(self.workers, network, self.timeout)
         # Last, so that a mistake leaves nothing behind.
@@ -134,19 +127,10 @@ class Simulate:
             )
 
 
-def _maker(strategy: Strategy, workers: int) -> MakeOptimizer:
-    """Makes plain SGD, or an optimizer that the strategy needs."""
-    from torch import nn
-
-    from thinwire.planning.plan.traffic import default_optimizer
-
-    return lambda parameters: default_optimizer(strategy, nn.ParameterList(parameters), workers)
-
-
 def _print(summary: Summary, strategy: Strategy) -> None:
 
     out.print(str(strategy), style="bold")
-    out.print(f"{summary.workers} simulated workers, {len(summary.steps)} steps, {seconds(summary.seconds)}\n")
+    out.print(f"{summary.workers} simulated workers, {summary.steps} steps, {seconds(summary.seconds)}\n")
     for name, words in _lines(summary):
         out.print(f"  {name:<12}{words}")
     for rank, words in list(summary.failures.items())[:_MOST_FAILURES]:
@@ -160,10 +144,8 @@ def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
         "step",
         f"{seconds(summary.seconds_per_step)}; a worker's own median {median}, of which it computes {computed}",
     )
-    if summary.steps:
-        slowest = max(summary.steps, key=lambda step: step.longest_seconds)
-        longest = seconds(slowest.longest_seconds)
-        yield "longest", f"{longest}, step {slowest.step} of rank {slowest.longest_rank}"
+    if (slow := summary.longest) is not None:
+        yield "longest", f"{seconds(slow['end'] - slow['start'])}, step {slow['step']} of rank {slow['rank']}"
     sent, messages = summary.payload_bytes_per_worker_per_step, summary.messages_per_worker_per_step
     yield "sent", f"{nbytes(sent)} a step by each worker, in {messages:.3g} messages"
     if summary.waits:
@@ -205,7 +187,6 @@ def _write(
     folder: RunFolder, strategy: Strategy, command: Simulate, ended: Simulation[Outcome], summary: Summary
 ) -> None:
     """Write a run folder, which `thinwire report` reads."""
-    from thinwire.lab.runs.simulated_training import intervals
     from thinwire.registry import canonical
 
     facts = {
@@ -218,19 +199,15 @@ def _write(
         "seed": command.seed,
     }
     folder.write("config.json", facts)
-    spans = ({"rank": rank, **asdict(each)} for rank, each in intervals(ended) if rank < _MOST_TRACED_RANKS)
+    spans = (
+        {"rank": rank, **asdict(each)}
+        for rank, comm in enumerate(ended.comms[:_MOST_TRACED_RANKS])
+        for each in (*ended.record.computing[rank], *comm.meter.intervals)
+    )
     folder.append("timeline.jsonl", spans)
-    folder.append("steps.jsonl", (asdict(step) for step in summary.steps))
-    figures = {
-        "steps": len(summary.steps),
-        "seconds": summary.seconds,
-        "seconds_per_step": summary.seconds_per_step,
-        "median_seconds_per_step": summary.median_seconds_per_step,
+    figures = asdict(summary) | {
         "compute_seconds_per_step": summary.computed_seconds_per_step,
         "exposed_seconds_per_step": max(0.0, summary.seconds_per_step - summary.computed_seconds_per_step),
-        "payload_bytes_per_worker_per_step": summary.payload_bytes_per_worker_per_step,
         "train_loss": summary.loss,
-        "waits": [asdict(wait) for wait in summary.waits],
-        "failures": summary.failures,
     }
     folder.write("summary.json", facts | figures)

@@ -4,26 +4,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
-from thinwire.core.comm.work import Interval
 from thinwire.core.validation import check_ranges
 from thinwire.lab.runs.optimizer import set_lr
 from thinwire.methods.strategies.base import Strategy
+from thinwire.planning.plan.traffic import default_optimizer, spare_arithmetic, step_with_gradients
 from thinwire.planning.simulate.comm import SimulatedComm
 from thinwire.planning.simulate.record import NETWORK
 from thinwire.planning.simulate.running import Simulation
 from thinwire.worker.attach import attach
-from thinwire.worker.worker import Worker, internals_of
+from thinwire.worker.worker import internals_of
 
-MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 _LARGEST_TENSOR = 1 << 20
 _MOST_PAIRS = 10
 _LR = 0.1  # of SGD
@@ -36,13 +33,11 @@ class Outcome:
     Attributes:
         loss: of the model that all workers agree on: the mean over workers of half the mean square of the distance to a
             worker's own minimum. None where there are no numbers, and on ranks other than 0.
-        seconds: virtual time at the end of the last step.
         payload_bytes: sent in all steps.
         messages: calls in which it sent anything.
     """
 
     loss: float | None
-    seconds: float
     payload_bytes: float
     messages: int
 
@@ -54,9 +49,8 @@ class Training:
     Args:
         strategy: the recipe.
         steps: how many.
-        make_optimizer: makes the optimizer from the parameters; plain SGD unless given.
         parameters: of the quadratic; each worker has a minimum of its own, drawn from the seed.
-        numbers: "real"; or "meta", where tensors have no data, for the times and bytes of many workers.
+        meta: whether tensors have no data, for the times and bytes of many workers.
         seed: of the data, the model and the strategy's draws.
 
     Raises:
@@ -73,9 +67,8 @@ class Training:
 
     strategy: Strategy
     steps: int = 100
-    make_optimizer: MakeOptimizer | None = None
     parameters: int = 10_000
-    numbers: Literal["real", "meta"] = "real"
+    meta: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -84,15 +77,17 @@ class Training:
 
     def __call__(self, comm: SimulatedComm) -> Outcome:
         """Train on one worker."""
-        device = "meta" if self.numbers == "meta" else "cpu"
+        device = "meta" if self.meta else "cpu"
         sizes = [min(_LARGEST_TENSOR, self.parameters - start) for start in range(0, self.parameters, _LARGEST_TENSOR)]
         model = nn.ParameterList([torch.zeros(size, dtype=torch.float32, device=device) for size in sizes])
-        minimum = None if self.numbers == "meta" else self._minimum(comm.rank)
+        minimum = None if self.meta else self._minimum(comm.rank)
         centres = [torch.empty_like(p) for p in model] if minimum is None else list(minimum.split(sizes))
-        optimizer = self._optimizer(model)
+        optimizer = default_optimizer(self.strategy, model, comm.size)
+        if isinstance(optimizer, SGD):
+            set_lr(optimizer, _LR)
         worker = attach(model, optimizer, self.strategy, comm=comm, seed=self.seed)
         if minimum is None:
-            _spare_arithmetic(optimizer, worker)
+            spare_arithmetic(optimizer, model, None)
         # The messages that attach the model do not count.
         nbytes, messages = comm.meter.payload_bytes, comm.meter.messages
         # A worker that was late may continue at a later step.
@@ -100,18 +95,14 @@ class Training:
             comm.compute()
             for parameter, centre in zip(model, centres, strict=True):
                 parameter.grad = centre if minimum is None else torch.sub(parameter.detach(), centre)
-            if (backward := internals_of(worker).backward) is not None:
-                backward.flush()
-            worker.record_batch(1, loss=0.0)
-            optimizer.step()
+            step_with_gradients(worker)
         internals_of(worker).wait_pending()
         comm.end_step()
-        sent, seconds = comm.meter.payload_bytes - nbytes, comm.now
-        messages = comm.meter.messages - messages
+        sent, messages = comm.meter.payload_bytes - nbytes, comm.meter.messages - messages
         with worker.consensus():
             loss = None if minimum is None or comm.rank else self._loss(model, comm.size)
         worker.detach()
-        return Outcome(loss, seconds, sent, messages)
+        return Outcome(loss, sent, messages)
 
     def _loss(self, model: nn.ParameterList, size: int) -> float:
         agreed = torch.cat([parameter.detach() for parameter in model])
@@ -121,49 +112,8 @@ class Training:
         draw = torch.Generator().manual_seed(1_000_003 * self.seed + rank)
         return torch.randn(self.parameters, generator=draw, dtype=torch.float32, device="cpu")
 
-    def _optimizer(self, model: nn.Module) -> Optimizer:
-        parameters = list(model.parameters())
-        if self.make_optimizer is None:
-            return SGD(parameters, lr=_LR)
-        optimizer = self.make_optimizer(parameters)
-        if isinstance(optimizer, SGD):
-            set_lr(optimizer, _LR)
-        return optimizer
-
-
-def _spare_arithmetic(optimizer: Optimizer, worker: Worker) -> None:
-    """Let an optimizer of torch do nothing from its second step on, when it has its state: meta tensors are slow."""
-
-    def drop_gradients(*_: object) -> None:
-        if worker.step:
-            optimizer.zero_grad()
-
-    if type(optimizer).__module__.startswith("torch.optim"):
-        optimizer.register_step_pre_hook(drop_gradients)
-
 
 # -- figures -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """One training step of all workers.
-
-    Attributes:
-        step: its number, from 0.
-        median_seconds: of the workers' own times for it.
-        longest_seconds: of the slowest worker.
-        longest_rank: that worker.
-        computed_seconds: mean over workers of what they computed.
-        end: when the last worker had ended it.
-    """
-
-    step: int
-    median_seconds: float
-    longest_seconds: float
-    longest_rank: int
-    computed_seconds: float
-    end: float
 
 
 @dataclass(frozen=True)
@@ -187,10 +137,11 @@ class Summary:
 
     Attributes:
         workers: how many.
-        steps: each training step.
+        steps: training steps.
         seconds: from when all workers had begun their first step to when the last one had ended its last.
         seconds_per_step: mean; what comes before the first step, the broadcast of the parameters, is no part of it.
         median_seconds_per_step: of all workers and steps.
+        longest: the longest step of a worker, as in the record; None without any.
         computed_seconds_per_step: mean over workers and steps.
         payload_bytes_per_worker_per_step: mean.
         messages_per_worker_per_step: mean.
@@ -204,10 +155,11 @@ class Summary:
     """
 
     workers: int
-    steps: tuple[StepTime, ...]
+    steps: int
     seconds: float
     seconds_per_step: float
     median_seconds_per_step: float
+    longest: dict[str, float] | None
     computed_seconds_per_step: float
     payload_bytes_per_worker_per_step: float
     messages_per_worker_per_step: float
@@ -222,17 +174,14 @@ class Summary:
 
 def summarise(ended: Simulation[Outcome]) -> Summary:
     """Return the figures of a run."""
-    by_step: defaultdict[int, list[Any]] = defaultdict(list)
-    for each in ended.record.steps:
-        by_step[each.step].append(each)
-    steps = tuple(_step_time(step, rows) for step, rows in sorted(by_step.items()))
+    record, count = ended.record, len({each.step for each in ended.record.steps})
     outcomes = [outcome for outcome in ended.results if outcome is not None]
-    own = [each.end - each.start for each in ended.record.steps]
     # Rank 0 has sent its parameters before the others have them.
-    begun = max([each.start for each in by_step[min(by_step)]]) if by_step else 0.0
-    seconds = max([each.end for each in ended.record.steps], default=0.0) - begun
-    count = max(1, len(steps))
-    waited = ended.record.waited
+    first = min((each.step for each in record.steps), default=0)
+    begun = max((each.start for each in record.steps if each.step == first), default=0.0)
+    seconds = max((each.end for each in record.steps), default=0.0) - begun
+    own = [each.end - each.start for each in record.steps]
+    waited = record.waited
     total, on = sum(waited.values()), defaultdict[int, float](float)
     for (_, other), length in waited.items():
         on[other] += length
@@ -241,39 +190,21 @@ def summarise(ended: Simulation[Outcome]) -> Summary:
     longest = sorted(waited.items(), key=lambda item: (-item[1], item[0]))[:_MOST_PAIRS]
     return Summary(
         workers=len(ended.results),
-        steps=steps,
+        steps=count,
         seconds=seconds,
-        seconds_per_step=seconds / count,
+        seconds_per_step=seconds / max(1, count),
         median_seconds_per_step=median(own) if own else 0.0,
-        computed_seconds_per_step=_mean([each.computed for each in ended.record.steps]),
-        payload_bytes_per_worker_per_step=_mean([each.payload_bytes for each in outcomes]) / count,
-        messages_per_worker_per_step=_mean([each.messages for each in outcomes]) / count,
+        longest=record.steps[own.index(max(own))]._asdict() if own else None,
+        computed_seconds_per_step=_mean([each.computed for each in record.steps]),
+        payload_bytes_per_worker_per_step=_mean([each.payload_bytes for each in outcomes]) / max(1, count),
+        messages_per_worker_per_step=_mean([each.messages for each in outcomes]) / max(1, count),
         loss=next((each.loss for each in outcomes if each.loss is not None), None),
         waits=tuple(Wait(rank, None if other == NETWORK else other, each) for (rank, other), each in longest),
         waited_for_transfers=transfers / total if total else 0.0,
         waited_on=dict(named[:_MOST_PAIRS]),
-        late_messages=ended.record.late_messages,
+        late_messages=record.late_messages,
         died=ended.died,
         failures={rank: f"{type(error).__name__}: {error}" for rank, error in ended.failures.items()},
-    )
-
-
-def intervals(ended: Simulation[Any]) -> Iterator[tuple[int, Interval]]:
-    """Yield what each worker did when, if the simulation was traced: as (rank, interval)."""
-    for rank, comm in enumerate(ended.comms):
-        for interval in [*ended.record.computing[rank], *comm.meter.intervals]:
-            yield rank, interval
-
-
-def _step_time(step: int, rows: list[Any]) -> StepTime:
-    slowest = max(rows, key=lambda each: each.end - each.start)
-    return StepTime(
-        step=step,
-        median_seconds=median(each.end - each.start for each in rows),
-        longest_seconds=slowest.end - slowest.start,
-        longest_rank=slowest.rank,
-        computed_seconds=_mean([each.computed for each in rows]),
-        end=max(each.end for each in rows),
     )
 
 
