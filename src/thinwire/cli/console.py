@@ -21,7 +21,9 @@ class Output(Console):
         """Print a table of text."""
         from rich.table import Table
 
-        table = Table(*headings, title=title, title_justify="left")
+        table = Table(title=title or None, title_justify="left")
+        for heading in headings:
+            table.add_column(heading, overflow="fold")
         for row in rows:
             table.add_row(*row)
         self.print(table)

@@ -6,13 +6,12 @@ from __future__ import annotations
 import json as json_text
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
 from rich.text import Text
 
 from thinwire.cli.console import err, out, print_json
@@ -166,67 +165,47 @@ def _as_json(seen: Examination, findings: list[Finding], costs: list[Cost]) -> d
 
 
 def _print(seen: Examination, findings: list[Finding], costs: list[Cost]) -> None:
-    out.print(_machines(seen))
+    heads = ("rank", "machine", "address", "interface", "cores", "threads", "step", "step amid messages")
+    out.table("machines", heads, _machines(seen))
     if seen.pairs:
-        out.print(_links(seen))
+        out.table("links", ("ranks", "round trip", "there", "back", "both at once", "4 streams"), _links(seen))
     if seen.all_reduces:
-        out.print(_all_reduces(seen))
+        heads = ("all-reduce of", "takes", "rate of sending")
+        out.table("all-reduce over Gloo", heads, _all_reduces(seen))
     for finding in findings:
         out.print(Text.assemble((f"{finding.severity}: ", _COLOURS[finding.severity]), finding.text))
         out.print(Text.assemble("  → ", finding.fix))
     if not findings:
         out.print("no fault was found in these machines and links", style="green")
     if costs:
-        out.print(_costs(costs))
+        heads = ("strategy", "step", "of linear speed", "sent per step")
+        figures = [(x.recipe, seconds(x.seconds), f"{x.efficiency:.2f}", nbytes(x.payload_bytes)) for x in costs]
+        out.table("on these links, simulated", heads, figures)
     out.print(_verdict(seen, costs))
 
 
-def _machines(seen: Examination) -> Table:
-    heads = ("rank", "machine", "address", "interface", "cores", "threads", "step", "step amid messages")
-    table = Table(*heads, title="machines")
+def _machines(seen: Examination) -> Iterator[tuple[str, ...]]:
     for rank, host in seen.hosts.items():
         used = host.interface_of(host.gloo_address)
-        step, loaded = seen.steps.get(rank), seen.loaded.get(rank)
-        table.add_row(
-            str(rank),
-            host.name,
-            host.gloo_address or "none",
-            used.name if used else "none",
-            str(host.cores),
-            str(host.threads),
-            f"{1e3 * step.seconds:.1f} ms" if step else "-",
-            f"{1e3 * loaded.seconds:.1f} ms" if loaded else "-",
-        )
-    return table
+        times = (f"{1e3 * each[rank].seconds:.1f} ms" if rank in each else "-" for each in (seen.steps, seen.loaded))
+        address = (host.gloo_address or "none", used.name if used else "none")
+        yield str(rank), host.name, *address, str(host.cores), str(host.threads), *times
 
 
-def _links(seen: Examination) -> Table:
-    table = Table("ranks", "round trip", "there", "back", "both at once", "4 streams", title="links")
+def _links(seen: Examination) -> Iterator[tuple[str, ...]]:
     for pair in sorted(seen.pairs, key=lambda pair: (pair.a, pair.b)):
+        ranks = f"{pair.a} - {pair.b}"
         if pair.problem:
-            table.add_row(
-                f"{pair.a} - {pair.b}", "no answer" if pair.connected else "no connection", "-", "-", "-", "-"
-            )
-            continue
-        rates = (pair.there, pair.back, pair.both, pair.several)
-        trip = f"{1e3 * pair.seconds_per_round_trip:.2f} ms"
-        table.add_row(f"{pair.a} - {pair.b}", trip, *(rate(each) for each in rates))
-    return table
+            yield ranks, "no answer" if pair.connected else "no connection", "-", "-", "-", "-"
+        else:
+            rates = map(rate, (pair.there, pair.back, pair.both, pair.several))
+            yield ranks, f"{1e3 * pair.seconds_per_round_trip:.2f} ms", *rates
 
 
-def _all_reduces(seen: Examination) -> Table:
-    table = Table("all-reduce of", "takes", "rate of sending", title="all-reduce over Gloo")
+def _all_reduces(seen: Examination) -> Iterator[tuple[str, ...]]:
     for size, taken in seen.all_reduces.items():
         sent = 2 * (seen.size - 1) / seen.size * size
-        table.add_row(nbytes(size), seconds(taken), rate(8 * sent / taken))
-    return table
-
-
-def _costs(costs: list[Cost]) -> Table:
-    table = Table("strategy", "step", "of linear speed", "sent per step", title="on these links, simulated")
-    for cost in costs:
-        table.add_row(cost.recipe, seconds(cost.seconds), f"{cost.efficiency:.2f}", nbytes(cost.payload_bytes))
-    return table
+        yield nbytes(size), seconds(taken), rate(8 * sent / taken)
 
 
 def _verdict(seen: Examination, costs: list[Cost]) -> str:

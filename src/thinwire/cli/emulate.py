@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`thinwire emulate`: any command, once per worker, over emulated links."""
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
 from thinwire.cli.console import err, out, print_error, print_json
@@ -95,7 +93,8 @@ class Emulate:
         if self.json:
             print_json({"link": self.link, "workers": rows})
         else:
-            out.print(_table(rows))
+            heads = ("rank", "exit", "seconds", "CPU seconds", "MB sent", "MB received", "mean Mbit/s sent")
+            out.table("", heads, map(_words, rows))
         if workers.failure is not None:
             print_error(workers.failure)
         return 0 if workers.failure is None else 1
@@ -119,9 +118,7 @@ def _row(record: WorkerExit, carried: Traffic | None) -> dict[str, Any]:
     }
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table("rank", "exit", "seconds", "CPU seconds", "MB sent", "MB received", "mean Mbit/s sent")
-    for rank, how, *figures in (row.values() for row in rows):
-        scaled = zip(figures, (1, 1, 1e-6, 1e-6, 1e-6), strict=True)
-        table.add_row(str(rank), how, *("-" if each is None else f"{each * scale:.2f}" for each, scale in scaled))
-    return table
+def _words(row: dict[str, Any]) -> list[str]:
+    rank, how, *figures = row.values()
+    scaled = zip(figures, (1, 1, 1e-6, 1e-6, 1e-6), strict=True)
+    return [str(rank), how, *("-" if each is None else f"{each * scale:.2f}" for each, scale in scaled)]

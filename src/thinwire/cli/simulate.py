@@ -70,6 +70,7 @@ class Simulate:
         """
         if self.parameters < 1 or self.parameters % 1:
             raise ConfigError(f"--parameters {self.parameters:g}: must be a whole number from 1, such as 1e4")
+        from thinwire.lab.runs.folder import RunFolder
         from thinwire.lab.runs.recipes import parse_strategy
         from thinwire.lab.runs.simulated_training import Training, summarise
         from thinwire.methods.strategies.base import check_workers
@@ -83,7 +84,9 @@ class Simulate:
         network = self._network()
         check_call(self.workers, network, self.timeout)
         # Last, so that a mistake leaves nothing behind.
-        folder = None if self.out is None else _new_folder(self.out)
+        folder = None if self.out is None else RunFolder(self.out)
+        if folder is not None:
+            folder.create()
         ended = self._simulate(training, network)
         summary = summarise(ended)
         if folder is not None:
@@ -165,22 +168,6 @@ def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "died", f"rank {rank} at {seconds(at)}"
     if summary.loss is not None:
         yield "loss", f"{summary.loss:.6g}, of the model that all workers agree on"
-
-
-def _new_folder(path: Path) -> RunFolder:
-    """Return a folder for the run, which holds none yet.
-
-    Raises:
-        ConfigError: it holds a run already, or cannot be created.
-    """
-    from thinwire.lab.runs.folder import RunFolder
-
-    folder = RunFolder(path)
-    # No settings tell of a simulated run, so its own files do.
-    if any((path / name).exists() for name in ("config.json", "summary.json", "comparison.json")):
-        raise ConfigError(f"--out {path}: holds a run already. Name another folder")
-    folder.create()
-    return folder
 
 
 def _write(

@@ -8,8 +8,6 @@ import warnings
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from rich.table import Table
-
 from thinwire.cli.console import out, print_json
 
 
@@ -33,11 +31,7 @@ class Tools:
         if self.json:
             print_json(rows)
             return 0
-        table = Table("what for", "what runs")
-        table.add_column("details", overflow="fold")
-        for row in rows:
-            table.add_row(*row.values())
-        out.print(table)
+        out.table("", ("what for", "what runs", "details"), (tuple(row.values()) for row in rows))
         return 0
 
 

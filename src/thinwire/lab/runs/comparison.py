@@ -111,8 +111,6 @@ def compare(
             check_recipe_survives(replace(settings, strategy=recipe))
     names = _folder_names(recipes)
     home = RunFolder(folder)
-    if (folder / "comparison.json").exists():
-        raise ConfigError(f"{folder} holds a comparison already. Name another folder with --out")
     home.create()
     summaries: list[list[Fields]] = [[] for _ in recipes]
     for number in range(rounds):

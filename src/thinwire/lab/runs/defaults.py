@@ -22,6 +22,7 @@ from thinwire.lab.runs.switches import check_switches
 from thinwire.lab.runs.tensor import check_tensor_parallel, size_for
 from thinwire.lab.tasks import Task
 from thinwire.methods.strategies.base import check_workers
+from thinwire.planning.doctor.host import usable_cores
 from thinwire.worker.compatibility import check_survives
 
 _STEPS = 200
@@ -166,7 +167,7 @@ def default_threads(workers: int) -> int:
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdecimal() and int(asked):
         return int(asked)
-    return max(1, len(os.sched_getaffinity(0)) // workers) if hasattr(os, "sched_getaffinity") else 1
+    return max(1, usable_cores() // workers)
 
 
 def default_timeout(settings: Settings, task: Task) -> float:

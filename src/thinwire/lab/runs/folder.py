@@ -40,8 +40,11 @@ class RunFolder:
         Raises:
             ConfigError: it cannot be created, or it holds a run already.
         """
-        if (self.path / "settings.json").exists():
-            raise ConfigError(f"{self.path} holds a run already. Name another folder, or resume it with --resume")
+        # No settings tell of a simulated run, so its own files do.
+        if any((self.path / name).exists() for name in ("settings.json", "config.json", "comparison.json")):
+            raise ConfigError(
+                f"{self.path} holds a run already. Name another folder with --out, or resume a run with --resume"
+            )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping
 
 from thinwire.elastic.late import LateMerging
 from thinwire.errors import ConfigError
@@ -14,6 +13,7 @@ from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.strategies.local.outer_optimizer import OuterOptimizer
 from thinwire.methods.strategies.recipe import read
 from thinwire.methods.topology.base import Topology
+from thinwire.planning.plan.traffic import parts_of, topologies
 from thinwire.registry import REGISTERED, canonical
 
 Recipe = Strategy | Baseline
@@ -95,7 +95,7 @@ def describe(recipe: Recipe) -> str:
 
 def topology_of(recipe: Recipe) -> Topology | None:
     """Return the graph that a recipe, or one within it, sends along; None where all workers talk to all."""
-    return next((part for part in _parts(recipe) if isinstance(part, Topology)), None)
+    return next(iter(topologies(recipe)), None)
 
 
 def modules_of(recipe: Recipe) -> list[str]:
@@ -106,7 +106,7 @@ def modules_of(recipe: Recipe) -> list[str]:
     Raises:
         ConfigError: a class is defined in a program, or within a function, where no other process can import it.
     """
-    parts = list(_parts(recipe))
+    parts = [part for _, part in parts_of(recipe)]
     kinds = [kind for kind in map(type, parts) if f"{kind.__module__}:{kind.__name__}" in REGISTERED]
     for kind in kinds:
         if getattr(sys.modules.get(kind.__module__), kind.__name__, None) is not kind or kind.__module__ == "__main__":
@@ -117,11 +117,3 @@ def modules_of(recipe: Recipe) -> list[str]:
     optimizers = {part.module for part in parts if isinstance(part, OuterOptimizer) and part.module}
     baselines = {kind.__module__ for kind in map(type, parts) if issubclass(kind, Baseline)} - {Baseline.__module__}
     return sorted({kind.__module__ for kind in kinds} | optimizers | baselines)
-
-
-def _parts(value: object) -> Iterator[object]:
-    """Yield a recipe and the recipes within it."""
-    if is_dataclass(value) and not isinstance(value, type):
-        yield value
-        for field in fields(value):
-            yield from _parts(getattr(value, field.name))

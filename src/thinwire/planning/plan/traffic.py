@@ -361,22 +361,22 @@ def default_optimizer(
 
 def cycle(strategy: Strategy, workers: int) -> int:
     """Return the least common multiple of all periods in a recipe: fields of that name, and those of its topologies."""
-    periods = [value for name, value in _parts(strategy) if name.endswith("period") and isinstance(value, int)]
+    periods = [value for name, value in parts_of(strategy) if name.endswith("period") and isinstance(value, int)]
     return lcm(*periods, *(topology.period(workers) for topology in topologies(strategy)))
 
 
 def topologies(recipe: object) -> list[Topology]:
     """Return all topologies in a recipe."""
-    return [part for _, part in _parts(recipe) if isinstance(part, Topology)]
+    return [part for _, part in parts_of(recipe) if isinstance(part, Topology)]
 
 
 def sizes_of_nodes(recipe: object) -> list[int]:
     """Ranks per node, of all parts of a recipe that treat the ranks of a node apart."""
-    return [value for name, value in _parts(recipe) if name == "node_size" and isinstance(value, int)]
+    return [value for name, value in parts_of(recipe) if name == "node_size" and isinstance(value, int)]
 
 
-def _parts(recipe: object, name: str = "") -> Iterator[tuple[str, Any]]:
+def parts_of(recipe: object, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield a recipe and all values of its fields, nested ones too, each with the name of its field."""
     yield name, recipe
     for each in fields(recipe) if is_dataclass(recipe) else ():
-        yield from _parts(getattr(recipe, each.name), each.name)
+        yield from parts_of(getattr(recipe, each.name), each.name)
