@@ -16,7 +16,7 @@ from tests.oracles.coreset import apart, best_cost, blobs, clusters, cost, greed
 from thinwire import Comm, ConfigError
 from thinwire.core.kernels import nearest
 from thinwire.coreset import Coreset, EuclideanDistances, select
-from thinwire.coreset.facility import Goal, LocalFacility, TorchNearest, unit_of
+from thinwire.coreset.facility import Facility, Goal, TorchNearest, unit_of
 from thinwire.coreset.greedy import lazy
 from thinwire.coreset.selection import interleave, proportional_budgets
 from thinwire.coreset.similarity import centred, power_above
@@ -73,7 +73,8 @@ def test_lazy_naive_blocks_of_any_width_and_bare_distances_agree_to_the_last_bit
     rows = centred(x)
     unit = unit_of(rows)
     for block in (1, 3, 64, 240):
-        facility = LocalFacility(TorchNearest(rows / unit), block=block)
+        facility = Facility(TorchNearest(rows / unit))
+        facility.block = block
         picks = lazy(facility, Goal(48))
         assert picks.indices == baseline.indices.tolist()
     assert alike(select(EuclideanDistances(x), budget=48), baseline)
@@ -279,13 +280,13 @@ def test_a_cover_of_nothing_takes_every_distinct_point() -> None:
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of gains computed from now on."""
-    computed, gains = [0], LocalFacility.gains
+    computed, gains = [0], Facility.gains
 
-    def counting(facility: LocalFacility, candidates: np.ndarray) -> np.ndarray:
+    def counting(facility: Facility, candidates: np.ndarray) -> np.ndarray:
         computed[0] += len(candidates)
         return gains(facility, candidates)
 
-    monkeypatch.setattr(LocalFacility, "gains", counting)
+    monkeypatch.setattr(Facility, "gains", counting)
     return computed
 
 

@@ -160,7 +160,7 @@ class Shards:
         rows = self._rows[mine] / unit
         inner = Goal(goal.budget, None if goal.cost is None else goal.cost / unit, goal.on_progress)
 
-        facility = SharedFacility(nearest_for(rows, threads=torch.get_num_threads())[0], self._comm)
+        facility = SharedFacility(nearest_for(rows, threads=torch.get_num_threads()), self._comm)
         picks, sizes = greedy(facility, inner, settings.method)
         return in_distances(picks, sizes, unit)
 

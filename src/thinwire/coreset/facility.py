@@ -32,34 +32,16 @@ Numbers: TypeAlias = NDArray[np.int64]
 _BLOCK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28}
 
 
-class Facility(ABC):
-    """The points, as the greedy methods use them.
+class Nearest(ABC):
+    """The nearest representative of each of some points.
 
     Attributes:
-        n: points, which are numbered from 0.
+        n: how many points.
         block: candidates for which `gains` is most efficient.
     """
 
     n: int
-    block: int
-
-    @abstractmethod
-    def gains(self, candidates: Numbers) -> Gains:
-        """The gain of each candidate now, [m]."""
-
-    @abstractmethod
-    def take(self, candidate: int, position: int) -> None:
-        """Make the candidate the representative with this position."""
-
-    @abstractmethod
-    def sizes(self, count: int) -> Tensor:
-        """The points that each of `count` representatives represents, int64 [count]."""
-
-
-class Nearest(ABC):
-    """The nearest representative of each of some points."""
-
-    n: int
+    block: int = 64
 
     @abstractmethod
     def of(self, points: Tensor) -> Tensor:
@@ -129,36 +111,36 @@ class TorchNearest(Nearest):
         return (distances_to(self._points, rows) / self._unit).float()
 
 
-class LocalFacility(Facility):
-    """Points that are all on this rank.
+class Facility:
+    """The points, as the greedy methods use them.
 
     Args:
-        nearest: of all the points.
+        nearest: of all the points, which are numbered from 0.
+
+    Attributes:
         block: candidates for which `gains` is most efficient.
+        compiled: the kernel that can make all choices by itself; None without one.
     """
 
-    def __init__(self, nearest: Nearest, *, block: int) -> None:
-        self.n, self.nearest, self.block = nearest.n, nearest, block
+    compiled: FusedNearest | None = None
+
+    def __init__(self, nearest: Nearest) -> None:
+        self.n, self.block, self._nearest = nearest.n, nearest.block, nearest
+        self.compiled = nearest if isinstance(nearest, FusedNearest) else None
 
     def gains(self, candidates: Numbers) -> Gains:
-        """Return the gain of each candidate now."""
+        """Return the gain of each candidate now, [m]."""
         parts = torch.from_numpy(candidates).split(1024)
-        return np.concatenate([self.nearest.gains(self.nearest.of(part)) for part in parts])
+        return np.concatenate([self._nearest.gains(self._nearest.of(part)) for part in parts])
 
     def take(self, candidate: int, position: int) -> None:
-        """Make the candidate a representative."""
+        """Make the candidate the representative with this position."""
         own = torch.tensor([candidate], dtype=torch.int64, device="cpu")
-        self.nearest.take(self.nearest.of(own)[0], position, candidate)
+        self._nearest.take(self._nearest.of(own)[0], position, candidate)
 
     def sizes(self, count: int) -> Tensor:
-        """Return the number of points that each representative represents."""
-        return torch.bincount(self.nearest.representatives(), minlength=count)
-
-
-def facility_of(points: Tensor | Distances, *, threads: int = 1) -> Facility:
-    """Return the facility of points that are all on this rank; coordinates are in units already."""
-    nearest, block = nearest_for(points, threads=threads)
-    return LocalFacility(nearest, block=block)
+        """Return the number of points that each of `count` representatives represents, int64 [count]."""
+        return torch.bincount(self._nearest.representatives(), minlength=count)
 
 
 def rounded(distances: Tensor) -> Tensor:
@@ -265,7 +247,7 @@ class FusedNearest(Nearest):
             raise ConfigError(f"points have dtype {rows.dtype}: the compiled kernel reads float32. Convert them first.")
         self.n, self._features = rows.shape
         self._library = library
-        self._lanes, self._together = int(library.thinwire_lanes()), int(library.thinwire_together())
+        self._lanes, self.block = int(library.thinwire_lanes()), int(library.thinwire_together())
         self._threads = min(threads, int(library.thinwire_most_threads()))
         self._panels = _panels(rows, self._lanes)
         self._near = torch.zeros(len(self._panels) * self._lanes, dtype=torch.float32, device="cpu")
@@ -297,7 +279,7 @@ class FusedNearest(Nearest):
 
     def _gains(self, rows: Tensor, later: Tensor | None) -> Gains:
         """Return the gains of candidates now, and those for the least distances `later`; [1 or 2, m]."""
-        count = -(-len(rows) // self._together) * self._together
+        count = -(-len(rows) // self.block) * self.block
         candidates = torch.zeros((count, self._features), dtype=torch.float32, device="cpu")
         candidates[: len(rows)] = rows
         # The kernel writes one partial sum for each thread; exact sums may be added in any order.
@@ -340,7 +322,7 @@ class FusedNearest(Nearest):
             gains=gains.ctypes.data,
             rows=rows.ctypes.data,
             size=len(heap),
-            block=self._together,
+            block=self.block,
             widest=_WIDEST,
             cost=picks.cost,
             enough=-1.0 if goal.cost is None else goal.cost,
@@ -394,18 +376,12 @@ class FusedNearest(Nearest):
         return self._positions[: self.n].long()
 
 
-def nearest_for(points: Tensor | Distances, *, threads: int = 1) -> tuple[Nearest, int]:
-    """Return the fastest implementation for these rows, and the most efficient number of candidates of a call."""
+def nearest_for(points: Tensor | Distances, *, threads: int = 1) -> Nearest:
+    """Return the fastest kind for these points."""
     library = nearest.compiled(points) if isinstance(points, Tensor) and len(points) else None
     if library is None or not isinstance(points, Tensor):
-        return TorchNearest(points), 64
-    return FusedNearest(points, library, threads=threads), int(library.thinwire_together())
-
-
-def compiled_nearest(facility: Facility) -> FusedNearest | None:
-    """Return the kernel of a facility whose candidates are its points; None where it does not use the kernel."""
-    found = facility.nearest if isinstance(facility, LocalFacility) else None
-    return found if isinstance(found, FusedNearest) else None
+        return TorchNearest(points)
+    return FusedNearest(points, library, threads=threads)
 
 
 def _panels(rows: Tensor, lanes: int) -> Tensor:

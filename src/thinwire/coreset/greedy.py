@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from thinwire.coreset.facility import Facility, Gains, Goal, Numbers, Picks, compiled_nearest
+from thinwire.coreset.facility import Facility, Gains, Goal, Numbers, Picks
 
 _WIDEST = 512
 
@@ -80,8 +80,8 @@ def lazy(facility: Facility, goal: Goal) -> Picks:
     """
     wanted = np.arange(facility.n, dtype=np.int64)
     picks = no_picks(facility)
-    if (compiled := compiled_nearest(facility)) is not None:
-        compiled.lazy(wanted, picks, goal)
+    if facility.compiled is not None:
+        facility.compiled.lazy(wanted, picks, goal)
         return picks
     bounds, fresh = Bounds(wanted, facility.gains(wanted)), True
     while not picks.done(goal) and (top := bounds.top()) is not None:

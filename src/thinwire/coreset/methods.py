@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.validation import check_number, check_ranges
-from thinwire.coreset.facility import Facility, Goal, Picks, facility_of, unit_of
+from thinwire.coreset.facility import Facility, Goal, Picks, nearest_for, unit_of
 from thinwire.coreset.greedy import lazy, naive
 from thinwire.coreset.similarity import Distances
 from thinwire.coreset.sparse import sparse
@@ -79,7 +79,7 @@ def solve(
             raise ConfigError("method='sparse': needs features. For distances use lazy")
         picks, sizes = sparse(rows, inner, neighbours=settings.neighbours, generator=generator)
     else:
-        picks, sizes = greedy(facility_of(rows, threads=threads), inner, settings.method)
+        picks, sizes = greedy(Facility(nearest_for(rows, threads=threads)), inner, settings.method)
     return in_distances(picks, sizes, unit)
 
 
