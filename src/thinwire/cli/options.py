@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 
 from thinwire.cli.parsing import OF_A_CALL
 from thinwire.errors import ConfigError
+from thinwire.lab.report.files import write_text
 from thinwire.lab.runs.settings import CONFIG_FILE, Settings, as_toml, option_name
 
 
@@ -61,12 +62,10 @@ def save_config(folder: Path, command: type[Any], name: str, values: Mapping[str
         name: the command's name.
         values: by the names of the fields; others than the command's options are left out.
     """
-    from thinwire.core.storage.files import write_atomically
-
     known = [option_name(field.name) for field in fields(command) if field.name not in OF_A_CALL]
     chosen = {option_name(key): value for key, value in values.items() if option_name(key) in known}
     text = as_toml(chosen, head=f"thinwire {name} --config {CONFIG_FILE} repeats this run")
-    write_atomically(folder / CONFIG_FILE, text.encode())
+    write_text(folder / CONFIG_FILE, text)
 
 
 def command_line() -> str:

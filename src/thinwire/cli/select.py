@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from thinwire.cli.console import out, print_json
 from thinwire.cli.progress import Bar
-from thinwire.core.storage.files import write_atomically
 from thinwire.errors import ConfigError
+from thinwire.lab.report.files import write_bytes, write_text
 from thinwire.planning import units
 
 if TYPE_CHECKING:
@@ -168,13 +168,9 @@ def _write(folder: Path, chosen: Coreset, summary: Fields) -> None:
     rows = zip(indices.tolist(), weights.tolist(), gains.tolist(), strict=True)
     # Weights are numbers of points.
     lines = ["index,weight,gain", *(f"{index},{round(weight)},{gain!r}" for index, weight, gain in rows)]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "coreset.npz", content.getvalue())
-        write_atomically(folder / "coreset.csv", ("\n".join(lines) + "\n").encode())
-        write_atomically(folder / "summary.json", json_text.dumps(summary, indent=2).encode())
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot be written to ({error.strerror}). Use another --out") from None
+    write_bytes(folder / "coreset.npz", content.getvalue())
+    write_text(folder / "coreset.csv", "\n".join(lines) + "\n")
+    write_text(folder / "summary.json", json_text.dumps(summary, indent=2))
 
 
 def _title(summary: Fields) -> str:

@@ -8,9 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from thinwire.core.storage.files import write_atomically
 from thinwire.errors import ConfigError
-from thinwire.lab.report.files import json_lines, json_object
+from thinwire.lab.report.files import json_lines, json_object, write_text
 from thinwire.lab.report.folder import step_of
 from thinwire.lab.report.runs import Step
 from thinwire.lab.runs.settings import CONFIG_FILE, Settings, read_settings, settings_as_toml
@@ -54,7 +53,7 @@ class RunFolder:
 
     def write_settings(self, settings: Settings) -> None:
         """Write the settings, for the workers and for resuming, and as options of `thinwire train --config`."""
-        self._write(CONFIG_FILE, settings_as_toml(settings))
+        write_text(self.path / CONFIG_FILE, settings_as_toml(settings))
         self.write("settings.json", settings.to_json())
 
     def settings(self) -> Settings:
@@ -71,13 +70,7 @@ class RunFolder:
         Raises:
             ConfigError: it cannot be written.
         """
-        self._write(name, json.dumps(content, indent=2) + "\n")
-
-    def _write(self, name: str, text: str) -> None:
-        try:
-            write_atomically(self.path / name, text.encode())
-        except OSError as error:
-            raise ConfigError(f"{self.path / name} cannot be written ({error.strerror}). Free some space") from None
+        write_text(self.path / name, json.dumps(content, indent=2) + "\n")
 
     def append(self, name: str, lines: Iterable[Fields]) -> None:
         """Add lines to a JSON-lines file and flush them."""
@@ -102,7 +95,7 @@ class RunFolder:
             for line in self.lines("metrics.jsonl")
             if line["step"] <= step and ("loss" in line or line["step"] < step)
         ]
-        write_atomically(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept).encode())
+        write_text(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
         for name in ("workers.jsonl", "timeline.jsonl", "summary.json"):
             (self.path / name).unlink(missing_ok=True)
         return list(filter(None, map(step_of, kept)))
