@@ -69,11 +69,13 @@ def test_late_work_is_recommended_for_unequal_speeds_only() -> None:
 @pytest.mark.parametrize(("load", "told"), [pytest.param(1.9, False, marks=pytest.mark.slow), (2.1, True)])
 @pytest.mark.slow
 def test_a_fast_link_gets_all_reduce_and_a_busy_machine_is_told(
-    load: float, told: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    load: float, told: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(host, "load_average", lambda: load)
     monkeypatch.setattr(host, "usable_cores", lambda: 4)
-    fast = ["--workers", "2", "--link", "100gbit", "--latency", "10us", "--step-seconds", "0.005"]
+    network = tmp_path / "fast.toml"
+    network.write_text('network = {bandwidth = "100gbit", latency = "10us", all_reduce = "gloo"}')
+    fast = ["--workers", "2", "--network", str(network), "--step-seconds", "0.005"]
     assert main(["plan", *QUICK, *fast, "--json"]) == 0
     printed = capsys.readouterr()
     found = json.loads(printed.out)

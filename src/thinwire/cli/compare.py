@@ -42,7 +42,6 @@ class Compare(settings_as_options(without=_SINGLE_RUN_ONLY.split())):
         rounds: how many times each strategy is run; round i has the seed --seed plus i. With more than one, the table
             has the mean and the standard deviation of losses, and the median of other figures, over all rounds.
         out: the comparison's folder; runs/TASK-compare-TIME unless given.
-        markdown: print the table as Markdown.
         json: print the summaries as JSON.
     """
 
@@ -52,7 +51,6 @@ class Compare(settings_as_options(without=_SINGLE_RUN_ONLY.split())):
     workers: int = 4
     rounds: int = 1
     out: Path | None = None
-    markdown: bool = False
     json: bool = False
 
     def __call__(self) -> int:
@@ -79,7 +77,7 @@ class Compare(settings_as_options(without=_SINGLE_RUN_ONLY.split())):
         if self.json:
             print_json(done.summaries)
             return int(bool(done.diverged))
-        show(done, markdown=self.markdown)
+        show(done)
         out.print(str(page or folder))
         return int(bool(done.diverged))
 
@@ -125,14 +123,9 @@ def title(settings: Settings, count: int) -> str:
     return f"{count} strategies on {settings.task}{size}, {workers(settings.workers)}{link}"
 
 
-def show(done: Comparison, *, markdown: bool = False) -> None:
+def show(done: Comparison) -> None:
     """Print the table, which runs diverged, and what is known of the spread over rounds."""
-    from thinwire.lab.report import markdown as as_markdown
-
-    if markdown:
-        out.print(as_markdown(done.summaries), end="")
-    else:
-        show_summaries(done.summaries)
+    show_summaries(done.summaries)
     for recipe, number, words in done.diverged:
         which = f"{recipe}, round {number + 1}" if len(done.rounds[0]) > 1 else recipe
         err.print(f"{which} diverged: {words}")

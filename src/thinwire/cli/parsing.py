@@ -37,20 +37,19 @@ if TYPE_CHECKING:
     from cyclopts.help import HelpPanel
     from rich.console import Console, ConsoleOptions
 
-OF_A_CALL = ("out", "resume", "json", "markdown", "trace", "config", "check", "overwrite")
+OF_A_CALL = ("out", "resume", "json", "trace", "config", "check", "overwrite")
 """Options about one call rather than about what it computes; a configuration file cannot hold them."""
 DEFAULT_FILE = "thinwire.toml"
 _GROUPS = {
     "Model and data": "task model-size model loss data batch-size split coreset seed parameters dtype labels "
     "adapters targets",
     "Strategy": "strategy strategies switch tensor-parallel elastic late on-notice restarts",
-    "Workers and links": "workers processes rendezvous link slow stall latency network doctor bucket prices "
+    "Workers and links": "workers processes rendezvous link slow stall network doctor bucket prices "
     "compute-time step-seconds timeout device threads",
     "Optimizer": "optimizer lr momentum weight-decay warmup-steps schedule nonfinite beta1 beta2 eps alpha rho "
     "lr-decay rank lora-alpha lora-dropout adapter-seed",
     "Length": "steps seconds target-loss trials rounds halving",
-    "Output": "out json markdown trace open tensorboard eval-every eval-limit save-every keep resume "
-    "overwrite config export",
+    "Output": "out json trace open tensorboard eval-every eval-limit save-every keep resume overwrite config export",
 }
 _GROUP_OF = {
     option: Group(title, sort_key=place)

@@ -50,7 +50,6 @@ class Plan(ModelOptions):
 
     Args:
         link: the workers' links, [RANK:]RATE[+DELAY], separated by commas, such as 100mbit or 1gbit+5ms,0:100mbit.
-        latency: one way between two workers, such as 10ms, besides the links' delays; 0.1ms unless given.
         workers: how many train together; those of the doctor's file, or 4, unless given.
         slow: workers that compute slower, [RANK:]FACTORx, separated by commas, such as 3:5x. For workers of unequal
             speeds a quorum and a grace window of LateMerging are recommended too.
@@ -75,7 +74,6 @@ class Plan(ModelOptions):
     """
 
     link: str | None = None
-    latency: str | None = None
     workers: int | None = None
     slow: str | None = None
     network: Path | None = None
@@ -207,8 +205,6 @@ class Plan(ModelOptions):
                 if value is not None:
                     both = f"--{name} {value} with --doctor {self.doctor}"
                     raise ConfigError(f"{both}: its step was timed already. Give --task too, to time that task's model")
-        if self.latency is not None and self.link is None:
-            raise ConfigError(f"--latency {self.latency}: goes with --link. Network files have their own")
         if self.step_seconds is not None and not 0 < self.step_seconds < 1e6:
             raise ConfigError(f"--step-seconds {self.step_seconds}: must be positive seconds, such as 0.25")
         if self.optimizer not in (None, "sgd", "adamw"):
@@ -216,7 +212,7 @@ class Plan(ModelOptions):
 
     def _check_published(self) -> None:
         """Refuse options that predictions of a table, or links of its file, do not use."""
-        others = ("latency", "network", "doctor", "bucket")
+        others = ("network", "doctor", "bucket")
         for name in others if self.link is not None else [each.name for each in fields(self)]:
             value = getattr(self, name)
             if name not in ("published", "cell", "json") and value != getattr(Plan, name):
@@ -232,8 +228,7 @@ class Plan(ModelOptions):
 
     def _network(self, seen: Examination | None, workers: int) -> Network:
         from thinwire.lab.emulate import parse_links
-        from thinwire.planning.plan.networks import LATENCY, check_entries, network_of_links
-        from thinwire.planning.quantities import parse_duration
+        from thinwire.planning.plan.networks import check_entries, network_of_links
         from thinwire.planning.simulate import load_network
 
         if self.published is not None and self.link is not None:
@@ -260,10 +255,7 @@ class Plan(ModelOptions):
                     "that holds of is not known, so their links are taken to be alike"
                 )
             return replace(found, specials=(), pairs=())
-        latency = (
-            LATENCY if self.latency is None else parse_duration(self.latency, argument=f"--latency {self.latency}")
-        )
-        return network_of_links(parse_links(self.link or "none", workers), latency=latency)
+        return network_of_links(parse_links(self.link or "none", workers))
 
     def _slowed(self, network: Network, workers: int) -> Network:
         """Add the workers of --slow.

@@ -46,15 +46,13 @@ def test_train_writes_a_folder_with_everything_that_happened(tmp_path, capsys):
 @pytest.mark.slow
 def test_compare_runs_each_strategy_from_the_same_start(tmp_path, capsys):
     folder = tmp_path / "both"
-    code = main(
-        ["compare", *QUICK, "--steps", "6", "--strategies", "ddp; AllReduce()", "--out", str(folder), "--markdown"]
-    )
+    code = main(["compare", *QUICK, "--steps", "6", "--strategies", "ddp; AllReduce()", "--out", str(folder)])
     assert code == 0
     assert read(folder / "comparison.json")["runs"] == ["ddp", "AllReduce"]
     first = [RunFolder(folder / name).lines("metrics.jsonl")[1]["loss"] for name in ("ddp", "AllReduce")]
     assert first[0] == first[1]
     out = capsys.readouterr().out
-    assert out.count("\n|") >= 3 and "| ddp |" in out
+    assert "ddp" in out and "AllReduce" in out and str(folder) in out
 
 
 @pytest.mark.slow

@@ -172,7 +172,6 @@ def test_the_command_predicts_explains_and_plans_on_a_fitted_link(
     assert "500 Mbit/s" in capsys.readouterr().out
     for wrong, words in (
         (["--published", source, "--workers", "4"], "--workers 4 with --published"),
-        (["--published", source, "--link", "slow", "--latency", "1ms"], "--latency 1ms with --published"),
         (["--published", source, "--network", "a.toml"], "--network a.toml with --published"),
         (["--link", "1gbit", "--cell", "mlp, 8, slow, dense"], "goes with --published alone"),
         (["--published", source, "--link", "fast"], "has no link 'fast'"),

@@ -12,19 +12,20 @@ from thinwire.planning.links import Link
 from thinwire.planning.simulate import Network, Special
 from thinwire.planning.simulate.wires import PAYLOAD_SHARE, Wires
 
-LATENCY = 1e-4
+_LATENCY = 1e-4
 _FASTEST = 1e11
 _LEAST_RATIO = 16
 _LEAST_SHARE, _MOST_SHARE, _PRECISION = 0.2, 1.05, 1e-4
 _LEAST_BUSY, _MOST_CONTENTION = 0.5, 0.9
 
 
-def network_of_links(links: Sequence[Link], *, latency: float = LATENCY) -> Network:
+def network_of_links(links: Sequence[Link]) -> Network:
     """Emulated links, as `parse_links` reads them, as a network to be simulated with Gloo's rings.
+
+    Besides the delays of links, a message takes 0.1 ms from one worker to another.
 
     Args:
         links: one for each worker; one without a rate has 100 Gbit/s.
-        latency: one way between two workers, besides the links' delays, in seconds.
 
     Example:
         >>> from thinwire.planning.links import parse_links
@@ -41,7 +42,7 @@ def network_of_links(links: Sequence[Link], *, latency: float = LATENCY) -> Netw
         for rank, each in enumerate(links)
         if each != replace(usual, delay_seconds=least)
     )
-    return Network(bits_per_second=rate, latency=latency + least, specials=specials, all_reduce="gloo")
+    return Network(bits_per_second=rate, latency=_LATENCY + least, specials=specials, all_reduce="gloo")
 
 
 def check_entries(network: Network, argument: str, reasons: Mapping[str, str]) -> None:
