@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.rules import refusals
 from thinwire.errors import ConfigError
 from thinwire.lab import tasks
-from thinwire.lab.tasks import Defaults, Task
+from thinwire.lab.tasks import Task
 from thinwire.lab.tasks.language import text
 
 FROM_FILES = ["mnist", "cifar10", "shakespeare", "wikitext2", "agnews", "a9a"]
@@ -260,15 +259,3 @@ def test_digits_without_scikit_learn_name_what_to_install(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ConfigError, match=r"task 'digits' comes with scikit-learn: pip install 'thinwire\[data\]'"):
         tasks.load("digits")
-
-
-test_settings_that_cannot_work_are_refused = refusals(
-    [
-        ({"lr": 0.0}, "lr=0.0: must be positive and finite"),
-        ({"lr": math.nan}, "lr=nan: must be positive and finite"),
-        ({"batch_size": 0}, "batch_size=0: must be at least 1"),
-        ({"momentum": 1.0}, r"momentum=1.0: must lie in \[0, 1\)"),
-        ({"weight_decay": -1.0}, "weight_decay=-1.0: must be finite and not negative"),
-    ],
-    lambda wrong: Defaults(**wrong),
-)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from thinwire.core.modes import evaluation_mode
-from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
 from thinwire.lab.tasks.data.base import Batch, Data, Shard
 from thinwire.lab.tasks.data.split import split_shards
@@ -43,9 +42,6 @@ class Defaults:
         batch_size: examples per step and worker; for a language model, windows of text.
         momentum: momentum of sgd.
         weight_decay: weight decay, as the optimizer defines it.
-
-    Raises:
-        ConfigError: an unknown optimizer, or a value out of its range.
     """
 
     optimizer: str = "sgd"
@@ -53,17 +49,6 @@ class Defaults:
     batch_size: int = 32
     momentum: float = 0.9
     weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.optimizer not in _USUAL_RATES:
-            raise ConfigError(f"optimizer={self.optimizer!r}: unknown. Use one of {', '.join(_USUAL_RATES)}")
-        check_ranges(
-            self,
-            lr=("(0, inf)", "0.1 is usual"),
-            batch_size=("1..", "32 is usual"),
-            momentum=("[0, 1)", "0.9 is usual"),
-            weight_decay=("[0, inf)", "0.01 is usual"),
-        )
 
 
 @dataclass(frozen=True)
