@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 
 from thinwire.errors import ConfigError
-from thinwire.planning.quantities import in_unit, parse_duration, parse_rate, split_rank
+from thinwire.planning.quantities import entries_by_rank, in_unit, parse_duration, parse_rate
 
 SLOWEST = 1e4
 FASTEST = 1e11
@@ -64,17 +64,13 @@ def parse_links(text: str, workers: int) -> tuple[Link, ...]:
         [10000000.0, 100000000.0, 100000000.0]
     """
     argument = f"link {text!r}"
-    entries: dict[int | None, Link] = {}
-    for entry in text.split(","):
-        rank, rest = split_rank(entry.strip(), workers, argument=argument)
-        if rank in entries:
-            whose = "all workers" if rank is None else f"worker {rank}"
-            raise ConfigError(f"{argument}: has {whose} twice. Keep one of the entries")
-        rate, plus, delay = rest.partition("+")
+
+    def read(entry: str) -> Link:
+        rate, plus, delay = entry.partition("+")
         bits = None if rate.strip().lower() == "none" else parse_rate(rate, argument=argument)
-        entries[rank] = Link(bits, parse_duration(delay, argument=argument) if plus else 0.0)
-    default = entries.get(None, Link())
-    return tuple(entries.get(rank, default) for rank in range(workers))
+        return Link(bits, parse_duration(delay, argument=argument) if plus else 0.0)
+
+    return tuple(each or Link() for each in entries_by_rank(text, workers, read, argument=argument))
 
 
 def describe_links(links: tuple[Link, ...]) -> str:

@@ -2,9 +2,13 @@
 """Rates and durations as people write them: `100mbit`, `200ms`."""
 
 import re
+from collections.abc import Callable
 from decimal import Decimal
+from typing import TypeVar
 
 from thinwire.errors import ConfigError
+
+T = TypeVar("T")
 
 _BITS = {"kbit": 3, "mbit": 6, "gbit": 9}
 _SECONDS = {"us": -6, "ms": -3, "s": 0}
@@ -59,16 +63,36 @@ def parse_rank(text: str, workers: int, *, argument: str) -> int:
     raise ConfigError(f"{argument}: there is no worker {text!r}. With {workers} they are 0 to {workers - 1}")
 
 
-def split_rank(text: str, workers: int, *, argument: str) -> tuple[int | None, str]:
-    """Split `2:3x` into 2 and `3x`; a text without a rank is for all workers, and the rank is None.
+def entries_by_rank(
+    text: str, workers: int, read: Callable[[str], T], *, argument: str, parts: int = 1
+) -> list[T | None]:
+    """Return each worker's entry of a text such as `100mbit,0:10mbit`; None where it has none.
+
+    Args:
+        text: entries separated by commas, each for the rank in front of it, or for all workers that have none.
+        workers: how many.
+        read: reads an entry without its rank.
+        argument: the whole argument, for errors.
+        parts: how many parts an entry itself has between colons.
 
     Raises:
-        ConfigError: there is no such worker.
+        ConfigError: there is no such worker, or one has two entries.
+
+    Example:
+        >>> entries_by_rank("100mbit,0:10mbit", 3, str, argument="link")
+        ['10mbit', '100mbit', '100mbit']
     """
-    rank, colon, rest = text.partition(":")
-    if not colon:
-        return None, text
-    return parse_rank(rank, workers, argument=argument), rest
+    found: dict[int | None, T] = {}
+    for entry in map(str.strip, text.split(",")):
+        rank, rest = None, entry
+        if entry.count(":") >= parts:
+            first, _, rest = entry.partition(":")
+            rank = parse_rank(first, workers, argument=argument)
+        if rank in found:
+            whose = "all workers" if rank is None else f"worker {rank}"
+            raise ConfigError(f"{argument}: has {whose} twice. Keep one of the entries")
+        found[rank] = read(rest)
+    return [found.get(rank, found.get(None)) for rank in range(workers)]
 
 
 def _parse(text: str, exponents: dict[str, int], *, argument: str, rule: str, example: str) -> float:

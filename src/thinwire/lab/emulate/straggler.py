@@ -6,10 +6,11 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
 from thinwire.errors import ConfigError
-from thinwire.planning.quantities import parse_duration, split_rank
+from thinwire.planning.quantities import entries_by_rank, parse_duration
 
 SLOW = "THINWIRE_SLOW"
 STALL = "THINWIRE_STALL"
@@ -109,12 +110,11 @@ def parse_stragglers(slow: str | None, stall: str | None, *, workers: int, seed:
         ConfigError: when an entry cannot be read.
     """
     every = [Straggler(seed=seed, rank=rank) for rank in range(workers)]
-    for rank, text in _entries(slow, 1, workers, argument=f"slow {slow!r}"):
-        factor = _parse_factor(text, argument=f"slow {slow!r}")
-        every[rank] = replace(every[rank], factor=factor)
-    for rank, text in _entries(stall, 2, workers, argument=f"stall {stall!r}"):
-        probability, seconds = _parse_stall(text, argument=f"stall {stall!r}")
-        every[rank] = replace(every[rank], stall_probability=probability, stall_seconds=seconds)
+    for name, given, parts, read in (("slow", slow, 1, _parse_factor), ("stall", stall, 2, _parse_stall)):
+        if given is not None:
+            argument = f"{name} {given!r}"
+            entries = entries_by_rank(given, workers, partial(read, argument=argument), argument=argument, parts=parts)
+            every = [replace(each, **(entry or {})) for each, entry in zip(every, entries, strict=True)]
     return tuple(every)
 
 
@@ -124,32 +124,16 @@ def straggler_environment(slow: str | None, stall: str | None, *, seed: int = 0)
     return {name: text for name, text in texts.items() if text is not None}
 
 
-def _entries(text: str | None, parts: int, workers: int, *, argument: str) -> list[tuple[int, str]]:
-    """Pairs of a rank and its entry; entries for all workers come first, so that a worker's own replaces them."""
-    if text is None:
-        return []
-    entries: dict[int | None, str] = {}
-    for entry in text.split(","):
-        alone = entry.count(":") < parts
-        rank, rest = (None, entry) if alone else split_rank(entry.strip(), workers, argument=argument)
-        if rank in entries:
-            whose = "all workers" if rank is None else f"worker {rank}"
-            raise ConfigError(f"{argument}: has {whose} twice. Keep one of the entries")
-        entries[rank] = rest
-    common = [(rank, entries[None]) for rank in range(workers)] if None in entries else []
-    return common + [(rank, rest) for rank, rest in entries.items() if rank is not None]
-
-
-def _parse_factor(text: str, *, argument: str) -> float:
+def _parse_factor(text: str, *, argument: str) -> dict[str, float]:
     number = _number(text.strip().lower().removesuffix("x"))
     if number is None or not text.strip().lower().endswith("x") or not 1 <= number <= 1000:
         raise ConfigError(
             f"{argument}: {text!r} cannot be read. A slow worker is RANK:FACTORx, such as 2:3x, FACTOR >= 1"
         )
-    return number
+    return {"factor": number}
 
 
-def _parse_stall(text: str, *, argument: str) -> tuple[float, float]:
+def _parse_stall(text: str, *, argument: str) -> dict[str, float]:
     probability, _, duration = text.partition(":")
     number = _number(probability)
     if number is None or not 0 <= number <= 1:
@@ -157,7 +141,7 @@ def _parse_stall(text: str, *, argument: str) -> tuple[float, float]:
             f"{argument}: {text!r} cannot be read. A stall is PROBABILITY:DURATION, such as 0.15:200ms, "
             "PROBABILITY 0 to 1"
         )
-    return number, parse_duration(duration, argument=argument)
+    return {"stall_probability": number, "stall_seconds": parse_duration(duration, argument=argument)}
 
 
 def _number(text: str) -> float | None:
