@@ -34,7 +34,7 @@ class AccelerateEngine(LibraryEngine):
         due = (self.step + 1) % self._period == 0
         with self.waiting():
             self._local.step()
-        self.sent.count_all_reduce(self.nbytes if due else 0)
+        self.count_all_reduce(self.nbytes if due else 0)
 
 
 @dataclass(frozen=True)

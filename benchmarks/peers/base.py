@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire import Comm, ConfigError
-from thinwire.lab.runs.baselines import Baseline, BaselineEngine, PayloadCounter
+from thinwire.lab.runs.baselines import Baseline, BaselineEngine
 
 
 def own_address() -> str:
@@ -48,7 +48,6 @@ class LibraryEngine(BaselineEngine):
 
     def __init__(self, network: Any, optimizer: Optimizer, control: Comm) -> None:
         super().__init__(network, optimizer, control)
-        self.sent = PayloadCounter(self)
         self.nbytes = sum(p.nbytes for p in network.parameters())
         # Evaluated is the mean of the workers' models.
         self.average = lambda: None
@@ -69,7 +68,7 @@ class LibraryEngine(BaselineEngine):
 class LibraryMethod(Baseline):
     """Another library's method."""
 
-    def prepare(self, engine: BaselineEngine, sent: PayloadCounter) -> None:
+    def prepare(self, engine: BaselineEngine) -> None:
         """Not used: a peer makes its engine whole.
 
         Raises:

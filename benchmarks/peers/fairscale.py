@@ -73,7 +73,7 @@ class FairscaleEngine(LibraryEngine):
         if self._gossips:
             self.payload_bytes += self.nbytes
         elif (self.step + 1) % self._local == 0:
-            self.sent.count_all_reduce(self.nbytes)
+            self.count_all_reduce(self.nbytes)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class HivemindEngine(LibraryEngine):
             with self._averager.get_tensors() as tensors:
                 for tensor, parameter in zip(tensors, self._parameters, strict=True):
                     parameter.copy_(tensor)
-        self.sent.count_all_reduce(self.nbytes // 2)
+        self.count_all_reduce(self.nbytes // 2)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class TorchftEngine(LibraryEngine):
         if due:
             with self.waiting():
                 super().update()
-            self.sent.count_all_reduce(self.nbytes)
+            self.count_all_reduce(self.nbytes)
         else:
             super().update()
 

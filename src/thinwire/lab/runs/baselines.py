@@ -68,6 +68,7 @@ class BaselineEngine:
     Attributes:
         average: averages the parameters after a step, where the method does; set by `Baseline.prepare`.
         payload_per_step: bytes that every step sends; other payload is counted as it is sent.
+        share: of a tensor, that a rank sends in a broadcast, and twice in an all-reduce.
     """
 
     def __init__(self, network: DistributedDataParallel, optimizer: Optimizer, control: Comm) -> None:
@@ -80,8 +81,27 @@ class BaselineEngine:
         self.intervals: list[Interval] = []
         self.average: Callable[[], None] | None = None
         self.payload_per_step = 0.0
+        self.share = (control.size - 1) / control.size
+        buffers = sum(b.nbytes for b in network.module.buffers())
+        if buffers and control.size > 1:
+            network.register_forward_pre_hook(lambda *_: self._count_broadcast(buffers))
         self._clock = GradientClock(p for p in network.parameters() if p.requires_grad)
         self._tracing = False
+
+    def register(self, state: object, hook: Callable[[Any, GradBucket], Future[Tensor]]) -> None:
+        """Exchange gradients by a hook."""
+        # DDP checks the annotations by identity, and those of this module are strings.
+        hook.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
+        self.network.register_comm_hook(state, hook)
+
+    def count_all_reduce(self, nbytes: int) -> None:
+        """Count an all-reduce of a tensor of `nbytes`."""
+        self.payload_bytes += 2 * self.share * nbytes
+
+    def _count_broadcast(self, nbytes: int) -> None:
+        """Count the broadcast of rank 0's buffers, which DDP does before each forward pass in training."""
+        if self.network.training and torch.is_grad_enabled():
+            self.payload_bytes += self.share * nbytes
 
     def backward(self, loss: Tensor) -> None:
         """Compute and exchange the gradients.
@@ -199,7 +219,7 @@ class Baseline(ABC):
             model, device_ids=[device] if device.type == "cuda" else None, bucket_cap_mb=self.bucket_megabytes(model)
         )
         engine = BaselineEngine(network, optimizer, control)
-        self.prepare(engine, PayloadCounter(engine))
+        self.prepare(engine)
         return engine
 
     def bucket_megabytes(self, model: nn.Module) -> float | None:
@@ -207,7 +227,7 @@ class Baseline(ABC):
         return None
 
     @abstractmethod
-    def prepare(self, engine: BaselineEngine, sent: PayloadCounter) -> None:
+    def prepare(self, engine: BaselineEngine) -> None:
         """Register hooks."""
 
     def __str__(self) -> str:
@@ -218,37 +238,16 @@ class Baseline(ABC):
         return f"{self.name}({inside})" if inside else self.name
 
 
-class PayloadCounter:
-    """Counts the bytes that one engine's rank sends."""
-
-    def __init__(self, engine: BaselineEngine) -> None:
-        self._engine = engine
-        size = engine.control.size
-        self.share = (size - 1) / size
-        buffers = sum(b.nbytes for b in engine.network.module.buffers())
-        if buffers and size > 1:
-            engine.network.register_forward_pre_hook(lambda *_: self.count_broadcast(buffers))
-
-    def count_broadcast(self, nbytes: int) -> None:
-        """Count the broadcast of rank 0's buffers, which DDP does before each forward pass in training."""
-        if self._engine.network.training and torch.is_grad_enabled():
-            self._engine.payload_bytes += self.share * nbytes
-
-    def count_all_reduce(self, nbytes: int) -> None:
-        """Count an all-reduce of a tensor of `nbytes`."""
-        self._engine.payload_bytes += 2 * self.share * nbytes
-
-
 @dataclass(frozen=True)
 class PlainDdp(Baseline):
     """DistributedDataParallel without a hook."""
 
     name = "ddp"
 
-    def prepare(self, engine: BaselineEngine, sent: PayloadCounter) -> None:
+    def prepare(self, engine: BaselineEngine) -> None:
         """Count an all-reduce of all gradients per step."""
         trained = sum(p.nbytes for p in engine.network.parameters() if p.requires_grad)
-        engine.payload_per_step = 2 * sent.share * trained
+        engine.payload_per_step = 2 * engine.share * trained
 
 
 @dataclass(frozen=True)
@@ -260,20 +259,18 @@ class Bf16Gradients(Baseline):
 
     name = "ddp+bf16"
 
-    def prepare(self, engine: BaselineEngine, sent: PayloadCounter) -> None:
+    def prepare(self, engine: BaselineEngine) -> None:
         """Register a hook that casts, averages and casts back."""
 
         def hook(_: object, bucket: GradBucket) -> Future[Tensor]:
             gradients = bucket.buffer()
             halves = gradients.to(torch.bfloat16).div_(engine.control.size)
-            sent.count_all_reduce(halves.nbytes)
+            engine.count_all_reduce(halves.nbytes)
             work = dist.all_reduce(halves, async_op=True)
             assert work is not None
             return work.get_future().then(lambda done: gradients.copy_(done.value()[0]))
 
-        # DDP checks the annotations by identity, and those of this module are strings.
-        hook.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
-        engine.network.register_comm_hook(None, hook)
+        engine.register(None, hook)
 
 
 @dataclass(frozen=True)
@@ -304,7 +301,7 @@ class PowerSGD(Baseline):
         # several buckets, each rank would send them in another order, and they would be matched wrongly.
         return 1 + sum(p.nbytes for p in model.parameters()) / (1 << 20)
 
-    def prepare(self, engine: BaselineEngine, sent: PayloadCounter) -> None:
+    def prepare(self, engine: BaselineEngine) -> None:
         """Register PyTorch's hook; its own statistics give the bytes."""
         state = PowerSGDState(None, self.rank, self.start)
 
@@ -312,11 +309,10 @@ class PowerSGD(Baseline):
             whole, before = state.iter < self.start, state.total_numel_after_compression
             result = powerSGD_hook(state, bucket)
             numbers = bucket.buffer().numel() if whole else state.total_numel_after_compression - before
-            sent.count_all_reduce(numbers * bucket.buffer().element_size())
+            engine.count_all_reduce(numbers * bucket.buffer().element_size())
             return result
 
-        hook.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
-        engine.network.register_comm_hook(state, hook)
+        engine.register(state, hook)
 
 
 @dataclass(frozen=True)
@@ -343,17 +339,16 @@ class PostLocalSGD(Baseline):
         if self.start < 0:
             raise ConfigError(f"start={self.start}: must be at least 0")
 
-    def prepare(self, engine: BaselineEngine, sent: PayloadCounter) -> None:
+    def prepare(self, engine: BaselineEngine) -> None:
         """Register PyTorch's hook, and its averager after each optimizer step."""
         state = PostLocalSGDState(None, None, self.start, post_local_gradient_allreduce=False)
 
         def hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[Tensor]:
             if state.iter < self.start:
-                sent.count_all_reduce(bucket.buffer().nbytes)
+                engine.count_all_reduce(bucket.buffer().nbytes)
             return post_localSGD_hook(state, bucket)
 
-        hook.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
-        engine.network.register_comm_hook(state, hook)
+        engine.register(state, hook)
         averager = PeriodicModelAverager(self.period, warmup_steps=self.start)
 
         def average() -> None:
@@ -363,6 +358,6 @@ class PostLocalSGD(Baseline):
             # The averager does not tell whether it averaged; this is its own condition.
             if steps_since >= 0 and steps_since % averager.period == 0:
                 engine.record_wait("parameters", start, time.perf_counter())
-                sent.count_all_reduce(sum(p.nbytes for p in parameters))
+                engine.count_all_reduce(sum(p.nbytes for p in parameters))
 
         engine.average = average
