@@ -86,9 +86,9 @@ def words_of(command: Any) -> list[str]:
 
 def default_folder(task: str, name: str) -> Path:
     """Return a folder for a run that does not exist yet, named by the task, the strategy and the time."""
-    from thinwire.lab.runs.comparison import short_name
+    from thinwire.lab.report import labels
 
-    stem = f"{task.replace(':', '-')}-{short_name(name)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    stem = f"{task.replace(':', '-')}-{labels.as_folder(labels.name(name))}-{time.strftime('%Y%m%d-%H%M%S')}"
     path, number = Path("runs") / stem, 2
     while path.exists():
         path, number = Path("runs") / f"{stem}-{number}", number + 1

@@ -14,9 +14,9 @@ from thinwire.core.comm.threads import run_threads
 from thinwire.core.comm.work import Interval
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.lab.emulate import Traffic
+from thinwire.lab.report.labels import as_folder, name
 from thinwire.lab.report.runs import Step, Totals
 from thinwire.lab.runs import Settings, parse_recipe, resolve
-from thinwire.lab.runs.comparison import short_name
 from thinwire.lab.runs.measure import InterfaceCounter, Timeline, share
 from thinwire.lab.runs.recipes import describe, split_recipes
 from thinwire.lab.runs.settings import as_toml, read_settings, settings_as_toml
@@ -157,9 +157,9 @@ test_a_wrong_list_of_recipes_is_refused = refusals(
 
 
 def test_folders_are_named_after_what_distinguishes_recipes():
-    assert short_name("SlowMo(base=PushSum(topology=OnePeerExponential()), period=48)") == "SlowMo-PushSum"
-    assert short_name("ddp+bf16") == "ddp-bf16"
-    assert short_name("post-local-sgd(period=4)") == "post-local-sgd"
+    assert as_folder(name("SlowMo(base=PushSum(topology=OnePeerExponential()), period=48)")) == "SlowMo-PushSum"
+    assert as_folder("ddp+bf16") == "ddp-bf16"
+    assert as_folder("post-local-sgd(period=4)") == "post-local-sgd-period-4"
 
 
 def sync_steps(schedule, pace, step=0, seconds=0.0):

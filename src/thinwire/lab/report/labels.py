@@ -50,6 +50,11 @@ def labels(recipes: Sequence[str]) -> list[str]:
     return result
 
 
+def as_folder(label: str) -> str:
+    """Return a label as the name of a folder: `SlowMo-PushSum` for `SlowMo(PushSum)`."""
+    return re.sub(r"[^\w.-]+", "-", label).strip("-")
+
+
 def shortened(words: str, most: int) -> str:
     """Return the words, their end replaced by `…` where they are longer than `most` characters."""
     return words if len(words) <= most else words[: most - 1] + "…"

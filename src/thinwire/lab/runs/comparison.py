@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from thinwire.errors import ConfigError, NonFiniteError
 from thinwire.lab.report.folder import SCHEMA, rounds_of
+from thinwire.lab.report.labels import as_folder, labels
 from thinwire.lab.report.rounds import median_round, over_rounds
 from thinwire.lab.report.runs import Totals
 from thinwire.lab.runs.defaults import check_nonfinite, check_recipe, check_recipe_survives
@@ -109,7 +109,7 @@ def compare(
             check_switches(settings.switch, recipe, settings.workers)
         if settings.elastic:
             check_recipe_survives(replace(settings, strategy=recipe))
-    names = _folder_names(recipes)
+    names = [as_folder(label) for label in labels(recipes)]
     home = RunFolder(folder)
     home.create()
     summaries: list[list[Fields]] = [[] for _ in recipes]
@@ -149,22 +149,3 @@ def _write_comparison(home: RunFolder, names: Sequence[str], summaries: Sequence
 
 def _round_name(name: str, number: int) -> str:
     return name if number == 0 else f"{name}.{number + 1}"
-
-
-def _folder_names(recipes: Sequence[str]) -> list[str]:
-    """Short names for folders, all different."""
-    names: list[str] = []
-    for recipe in recipes:
-        short = short_name(recipe)
-        taken = sum(name == short or name.rpartition("-")[0] == short for name in names)
-        names.append(f"{short}-{taken + 1}" if taken else short)
-    return names
-
-
-def short_name(recipe: str) -> str:
-    """Return the names in a recipe without its arguments: `SlowMo-PushSum` for `SlowMo(base=PushSum(...), ...)`."""
-    words = re.findall(r"[A-Za-z][\w+]*(?:-[\w+]+)*(?=\(|$)", recipe.replace("codec=None", ""))
-    # Defaults, which would make every name longer and distinguish little.
-    usual = {"Local", "OnePeerExponential", "Ring"}
-    kept = [word for word in words if word not in usual] or ["run"]
-    return re.sub(r"[^\w+.-]", "-", "-".join(kept)).replace("+", "-")
