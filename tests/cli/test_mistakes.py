@@ -142,8 +142,9 @@ def test_explain_suggests_only_what_it_explains(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("AllReduce --optimizer adamw --momentum 0.9", "--momentum 0.9 with --optimizer adamw: is the momentum of sgd"),
-        ("AllReduce --parameters 9 --data here", "--data here with --parameters: no task is loaded. Leave it out"),
+        ("AllReduce --parameters 9 --data here", "--data here with --parameters 9: no task is loaded. Give one of them"),
+        ("AllReduce --parameters 9 --model my:net", "--model my:net with --parameters 9: no task is loaded."),
+        ("AllReduce --step-seconds 1", "--prices and --step-seconds are for --bucket"),
     ],
 )
 def test_explain_refuses_options_that_would_decide_nothing(

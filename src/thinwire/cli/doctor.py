@@ -45,6 +45,7 @@ class Doctor(ModelOptions):
     Example: thinwire doctor --workers 3 --link 100mbit,1:35mbit
 
     Args:
+        batch_size: examples per worker and step of the task's model; the task's own unless given.
         workers: start so many ranks on this machine.
         link: with --workers, their emulated links, [RANK:]RATE[+DELAY], separated by commas.
         timeout: seconds to wait for an answer of another rank.
@@ -52,6 +53,7 @@ class Doctor(ModelOptions):
         json: print everything as JSON.
     """
 
+    batch_size: int | None = None
     workers: int | None = None
     link: str | None = None
     timeout: float = 15.0
@@ -87,7 +89,7 @@ class Doctor(ModelOptions):
         from thinwire.planning.doctor.rendezvous import join
         from thinwire.planning.doctor.verdict import costs_of
 
-        made = self.made()
+        made = self.made(batch_size=self.batch_size)
         rendezvous = os.environ["MASTER_ADDR"] if started_by_torchrun() else ""
         peers = join(seconds=self.timeout)
 

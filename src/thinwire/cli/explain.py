@@ -8,8 +8,10 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Literal
 
 from thinwire.cli.console import out, print_json
-from thinwire.cli.options import as_typed, settings_as_options
+from thinwire.cli.options import as_typed
+from thinwire.cli.step_time import ModelOptions
 from thinwire.errors import ConfigError
+from thinwire.lab.runs.settings import OptimizerName, option_name
 from thinwire.planning.units import count, nbytes, rate, seconds, times, workers
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ _MOST_NAMED_RANKS = 8
 
 
 @dataclass(frozen=True)
-class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "momentum"])):
+class Explain(ModelOptions):
     """Show the bytes, the memory and the waits of a strategy, without training.
 
     Example: thinwire explain "LocalSGD(period=8, codec=Quantize(4))" --task text --workers 4 --link 100mbit
@@ -36,6 +38,8 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
 
     Args:
         recipe: the strategy as text, such as "LocalSGD(period=8, codec=Quantize(4))".
+        optimizer: sgd, adamw or lamb; onebit-lamb, onebit-adam or zero-one-adam. That of the task, or one that the
+            strategy takes, unless given.
         parameters: how many parameters the model has, such as 6.5e6, instead of a task's model.
         workers: how many workers train together.
         link: the workers' links, [RANK:]RATE[+DELAY], separated by commas, such as 100mbit; seconds are computed from
@@ -52,6 +56,7 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
 
     recipe: str
     _: KW_ONLY
+    optimizer: OptimizerName | None = None
     parameters: float | None = None
     workers: int = 4
     link: str | None = None
@@ -68,7 +73,8 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
         Raises:
             ConfigError: options that exclude each other, or a value that cannot be read.
         """
-        self._check_used()
+        if self.bucket is None and (self.prices is not None or self.step_seconds != Explain.step_seconds):
+            raise ConfigError("--prices and --step-seconds are for --bucket. Add that, or leave them out")
         import torch
 
         from thinwire.elastic.late import LateMerging
@@ -76,13 +82,13 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
 
         strategy = _strategy(self.recipe)
         bits_per_second = self._bits_per_second()
-        name, model = self._model()
+        name, model, optimizer = self._model(strategy)
         card = explain(
             strategy,
             parameters=model,
             workers=self.workers,
             dtype=getattr(torch, self.dtype),
-            optimizer=self._optimizer(strategy),
+            optimizer=optimizer,
             bits_per_second=bits_per_second,
             store=None if self.bucket is None else parse_store(self.bucket, self.prices),
             step_seconds=self.step_seconds,
@@ -94,60 +100,32 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
             _print_card(card, name, as_typed(self.recipe))
         return 0
 
-    def _check_used(self) -> None:
-        """Refuse options that would decide nothing beside the others."""
-        given = self.given()
-        if self.bucket is None and (self.prices is not None or self.step_seconds != Explain.step_seconds):
-            raise ConfigError("--prices and --step-seconds are for --bucket. Add that, or leave them out")
-        if given["momentum"] is not None and given["optimizer"] not in (None, "sgd"):
-            both = f"--momentum {given['momentum']} with --optimizer {given['optimizer']}"
-            raise ConfigError(f"{both}: is the momentum of sgd. Leave out one of them")
-        if self.parameters is not None and given["data"] is not None:
-            raise ConfigError(f"--data {given['data']} with --parameters: no task is loaded. Leave it out")
+    def _model(self, strategy: Strategy) -> tuple[str, int | nn.Module, MakeOptimizer | None]:
+        """Return the model in words, the number of its parameters or the model itself, and what makes the optimizer.
 
-    def _model(self) -> tuple[str, int | nn.Module]:
-        """Return the model in words, and the number of its parameters or the model itself."""
-        given = self.given()
-        if self.parameters is not None:
-            if given["task"] is not None or given["model"] is not None:
-                raise ConfigError(
-                    f"--parameters {self.parameters:g}: instead of --task and --model-size. Give one of them"
-                )
-            if self.parameters < 1 or self.parameters % 1:
-                raise ConfigError(f"--parameters {self.parameters:g}: must be a whole number from 1, such as 6.5e6")
-            return "a model", int(self.parameters)
+        The optimizer is None where the strategy needs another than the task's, or there is no task.
+        """
         import torch
 
-        from thinwire.lab import tasks
-
-        task = tasks.load(given["task"] or "text", data=given["data"])
-        size = given["model"] or task.default_size
-        with torch.device("meta"):
-            model = task.model(size, seed=0)
-        return f"{task.name} ({size})", model
-
-    def _optimizer(self, strategy: Strategy) -> MakeOptimizer | None:
-        """The optimizer that was asked for, or the task's; None where the strategy needs another, or there is none."""
-        import torch
-
-        from thinwire.lab import tasks
         from thinwire.lab.runs.optimizer import maker_of
 
-        given = self.given()
-        if given["momentum"] is not None and not 0 <= given["momentum"] < 1:
-            raise ConfigError(f"momentum={given['momentum']}: must lie in [0, 1), such as 0.9")
-        if given["optimizer"] is not None or given["momentum"] is not None:
-            return maker_of(given["optimizer"] or "sgd", given["momentum"] or 0.0)
         if self.parameters is not None:
-            return None
-        defaults = tasks.load(given["task"] or "text", data=given["data"]).defaults
-        make = maker_of(defaults.optimizer, defaults.momentum)
-        try:
-            parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
-            strategy.check(self.workers, make([parameter]))
-        except ConfigError:
-            return None
-        return make
+            for name in ("task", "model_size", "own_model", "own_loss", "data"):
+                if (value := getattr(self, name)) is not None:
+                    both = f"--{option_name(name)} {value} with --parameters {self.parameters:g}"
+                    raise ConfigError(f"{both}: no task is loaded. Give one of them")
+            if self.parameters < 1 or self.parameters % 1:
+                raise ConfigError(f"--parameters {self.parameters:g}: must be a whole number from 1, such as 6.5e6")
+            make = None if self.optimizer is None else maker_of(self.optimizer, 0.9)
+            return "a model", int(self.parameters), make
+        made = self.made(optimizer=self.optimizer, meta=True)
+        if self.optimizer is None:
+            try:
+                parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
+                strategy.check(self.workers, made.optimizer([parameter]))
+            except ConfigError:
+                return made.name, made.module, None
+        return made.name, made.module, made.optimizer
 
     def _bits_per_second(self) -> float | None:
         """Return the rate of the slowest link; None without a limit."""

@@ -29,7 +29,7 @@ class Options:
         return {**given, "command": command_line()}
 
 
-def settings_as_options(*, without: Sequence[str] = (), only: Sequence[str] | None = None) -> type[Options]:
+def settings_as_options(*, without: Sequence[str] = ()) -> type[Options]:
     """Make a dataclass with an option for each field of `Settings`, to be the base of a command.
 
     An option has the type and the help text of its field. Its default is None, which leaves the choice to `resolve`; a
@@ -37,11 +37,10 @@ def settings_as_options(*, without: Sequence[str] = (), only: Sequence[str] | No
 
     Args:
         without: fields that the command has no options for; it never has one for `command`.
-        only: the fields that it has options for; all others unless given.
     """
     options: list[tuple[str, Any, Any]] = []
     for name, kind in get_type_hints(Settings).items():
-        if name in (*without, "command") or (only is not None and name not in only):
+        if name in (*without, "command"):
             continue
         if kind is bool:
             options.append((name, bool, False))

@@ -49,6 +49,7 @@ class Plan(ModelOptions):
     recipe that missed that loss in a measured run is not recommended. What is timed here is kept for later plans.
 
     Args:
+        batch_size: examples per worker and step of the task's model; the task's own unless given.
         link: the workers' links, [RANK:]RATE[+DELAY], separated by commas, such as 100mbit or 1gbit+5ms,0:100mbit.
         workers: how many train together; those of the doctor's file, or 4, unless given.
         slow: workers that compute slower, [RANK:]FACTORx, separated by commas, such as 3:5x. For workers of unequal
@@ -73,6 +74,7 @@ class Plan(ModelOptions):
         json: print everything as JSON.
     """
 
+    batch_size: int | None = None
     link: str | None = None
     workers: int | None = None
     slow: str | None = None
@@ -119,7 +121,8 @@ class Plan(ModelOptions):
         busy = load > _BUSY * cores
         timings = Timings(timings_path(), again=self.measure_again, busy=busy)
         examined = seen is not None and bool(seen.steps) and self.task is None and self.own_model is None
-        made = self.made(optimizer=self.optimizer, meta=examined or self.step_seconds is not None)
+        meta = examined or self.step_seconds is not None
+        made = self.made(optimizer=self.optimizer, batch_size=self.batch_size, meta=meta)
         with Parts(f"planning: {len(recipes)} recipes are simulated, which may take minutes") as tell:
             step = self._step(made, seen if examined else None, timings, tell)
             job = step.job(workers, network, made.optimizer, sharing=1.0 if seen is None else seen.sharing)
@@ -161,7 +164,8 @@ class Plan(ModelOptions):
         if not _FEWEST <= workers <= _MOST:
             raise ConfigError(f"--workers {workers}: must be {_FEWEST} to {_MOST}")
         recipes = BUCKET_CANDIDATES if self.strategies is None else _recipes(self.strategies)
-        made = self.made(optimizer=self.optimizer, meta=self.step_seconds is not None)
+        meta = self.step_seconds is not None
+        made = self.made(optimizer=self.optimizer, batch_size=self.batch_size, meta=meta)
         with Parts(f"planning: the objects of {len(recipes)} recipes are counted") as tell:
             step = self._step(made, None, Timings(timings_path(), again=self.measure_again), tell)
             options = plan_bucket(

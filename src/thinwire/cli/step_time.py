@@ -61,7 +61,7 @@ class TimedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """The options of a command that times the training step of a model.
+    """The options of a command that looks at a model without training it.
 
     Args:
         task: whose model it is; text unless given.
@@ -70,7 +70,6 @@ class ModelOptions:
             thinwire train.
         own_loss: with --model, MODULE:FUNCTION from (outputs, targets) to the mean loss; unless given, the model
             returns its loss.
-        batch_size: examples per worker and step of the task's model; the task's own unless given.
         data: the folder of data files; that of the environment variable THINWIRE_DATA unless given. With --model,
             MODULE:FUNCTION from (rank, size, seed) to batches.
     """
@@ -79,36 +78,37 @@ class ModelOptions:
     model_size: str | None = None
     own_model: str | None = None
     own_loss: str | None = None
-    batch_size: int | None = None
     data: Path | None = None
 
-    def made(self, *, optimizer: str | None = None, meta: bool = False) -> TimedModel:
+    def made(self, *, optimizer: str | None = None, batch_size: int | None = None, meta: bool = False) -> TimedModel:
         """Make the model now, so that a mistake is named before anyone waits.
 
         Args:
-            optimizer: sgd or adamw; that of the task unless given.
+            optimizer: its name; that of the task unless given.
+            batch_size: examples of a step of the task's model; the task's own unless given.
             meta: whether the task's model has shapes only.
 
         Raises:
             ConfigError: one of the options cannot be.
         """
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ConfigError(f"--batch-size {self.batch_size}: must be at least 1")
+        if batch_size is not None and batch_size < 1:
+            raise ConfigError(f"--batch-size {batch_size}: must be at least 1")
         import torch
 
         from thinwire.lab.runs.optimizer import maker_of
         from thinwire.lab.runs.own_functions import task_of
 
-        given = {name: getattr(self, name) for name in ("task", "own_model", "own_loss", "batch_size", "data")}
-        loaded = task_of({**given, "model": self.model_size})
-        defaults = loaded.defaults
-        size = self.batch_size or defaults.batch_size
-        name = self.own_model or f"the model of {loaded.name}, batches of {size}"
+        given = {name: getattr(self, name) for name in ("task", "own_model", "own_loss", "data")}
+        loaded = task_of({**given, "model": self.model_size, "batch_size": batch_size})
+        defaults, size = loaded.defaults, batch_size or loaded.defaults.batch_size
+        name = self.own_model or f"{loaded.name} ({self.model_size or loaded.default_size})"
         maker = maker_of(optimizer, _MOMENTUM) if optimizer else maker_of(defaults.optimizer, defaults.momentum)
         if meta and self.own_model is None:
             with torch.device("meta"):
                 module = loaded.model(self.model_size, seed=0)
             return TimedModel(name, module, _no_loss, maker)
+        if self.own_model is None:
+            name += f", batches of {size}"
         module = loaded.model(self.model_size, seed=0)
         batch = loaded.batch(loaded.shards(1)[0], 0, batch_size=size, seed=0, rank=0)
         return TimedModel(name, module, lambda: loaded.loss(module, batch), maker)

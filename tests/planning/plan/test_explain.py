@@ -242,7 +242,6 @@ def test_many_links_are_counted_and_not_listed(capsys: pytest.CaptureFixture[str
         (["LocalSGD", "--task", "digits", "--model-size", "huge"], "must be one of"),
         (["LocalSGD", "--parameters", "10", "--link", "fast"], "100mbit"),
         (["LocalSGD", "--parameters", "10", "--workers", "0"], "--workers 0: must be at least 1"),
-        (["LocalSGD", "--momentum", "-1"], "--momentum -1.0: must lie in [0, 1)"),
         ([], "RECIPE: is missing"),
         (["Gossip(Hypercube)", "--parameters", "10", "--workers", "3"], "needs a power of two"),
     ],
