@@ -244,8 +244,6 @@ def test_settings_are_known_for_each_optimizer(task: Task) -> None:
     assert task.defaults_for("sgd").optimizer == "sgd"
     assert task.defaults_for("adamw").optimizer == "adamw"
     assert task.defaults in (task.defaults_for("sgd"), task.defaults_for("adamw"))
-    with pytest.raises(ConfigError, match=r"optimizer='lion': unknown. Use one of sgd, adamw"):
-        task.defaults_for("lion")
 
 
 def test_an_epoch_reads_as_much_as_the_shard_holds(task: Task) -> None:

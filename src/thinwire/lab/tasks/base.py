@@ -178,11 +178,7 @@ class Task:
         return self.settings[0]
 
     def defaults_for(self, optimizer: str) -> Defaults:
-        """Settings for one optimizer: the task's own if it has them, otherwise its default ones with a usual rate.
-
-        Raises:
-            ConfigError: there is no such optimizer.
-        """
+        """Settings for one optimizer: the task's own if it has them, otherwise its default ones with a usual rate."""
         for settings in self.settings:
             if settings.optimizer == optimizer:
                 return settings
