@@ -142,7 +142,7 @@ def test_explain_suggests_only_what_it_explains(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("AllReduce --parameters 9 --data here", "--data here with --parameters 9: no task is loaded. Give one of them"),
+        ("AllReduce --parameters 9 --data here", "--data here with --parameters 9: no task is loaded. Give one"),
         ("AllReduce --parameters 9 --model my:net", "--model my:net with --parameters 9: no task is loaded."),
         ("AllReduce --step-seconds 1", "--prices and --step-seconds are for --bucket"),
     ],
