@@ -21,14 +21,12 @@ import torch.distributed as dist
 
 import thinwire
 from benchmarks.paired import Row, run_ranks, show, start
-from thinwire.asynchronous.quorum.rules import Reduction
 from thinwire.lab.emulate import Straggler
 from thinwire.lab.report.statistics import ratios, spread
 
 WORKERS = 4
 STEPS = 40
 STALL = 0.15
-REDUCTIONS: tuple[Reduction, ...] = ("messages", "all_reduce")
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,6 @@ class Scenario:
         probability: of each step of each worker to stall for 200 ms.
         steps: that are timed.
         step_seconds: of computation in a step.
-        reduction: how members average.
         numel: parameters, about.
     """
 
@@ -50,31 +47,23 @@ class Scenario:
     probability: float = 0.0
     steps: int = STEPS
     step_seconds: float = 0.05
-    reduction: Reduction = "messages"
     numel: int = 1 << 16
 
 
 def stalling(step_seconds: float, max_backups: int, steps: int) -> Iterator[tuple[str, Scenario]]:
     """Each step of each worker stalls with the same probability."""
     for backups in range(max_backups + 1):
-        for reduction in REDUCTIONS if backups else REDUCTIONS[:1]:
-            name = f"stalls, {1e3 * step_seconds:.0f} ms steps, b={backups}" + (f", {reduction}" if backups else "")
-            yield (
-                name,
-                Scenario(backups, probability=STALL, steps=steps, step_seconds=step_seconds, reduction=reduction),
-            )
+        name = f"stalls, {1e3 * step_seconds:.0f} ms steps, b={backups}"
+        yield name, Scenario(backups, probability=STALL, steps=steps, step_seconds=step_seconds)
 
 
 SCENARIOS = {
     "even, b=0": Scenario(0),
-    **{f"even, b=1, {reduction}": Scenario(1, reduction=reduction) for reduction in REDUCTIONS},
+    "even, b=1": Scenario(1),
     "large, b=0": Scenario(0, numel=1 << 22, steps=20),
-    **{
-        f"large, b=1, {reduction}": Scenario(1, numel=1 << 22, steps=20, reduction=reduction)
-        for reduction in REDUCTIONS
-    },
+    "large, b=1": Scenario(1, numel=1 << 22, steps=20),
     "slow, b=0": Scenario(0, factor=10.0, steps=10),
-    **{f"slow, b=1, {reduction}": Scenario(1, factor=10.0, reduction=reduction) for reduction in REDUCTIONS},
+    "slow, b=1": Scenario(1, factor=10.0),
     **dict(stalling(0.05, WORKERS - 1, STEPS)),
     **dict(stalling(0.01, 2, 2 * STEPS)),
 }
@@ -101,7 +90,7 @@ def run_scenario(scenario: Scenario, number: int) -> Timings:
     width = round(scenario.numel**0.5)
     model = torch.nn.Linear(width, width)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    worker = thinwire.attach(model, optimizer, thinwire.BackupWorkers(scenario.backups, reduction=scenario.reduction))
+    worker = thinwire.attach(model, optimizer, thinwire.BackupWorkers(scenario.backups))
     straggler, batch, iteration = straggler_of(scenario, rank, number), torch.randn(8, width) + rank, 0
     dist.barrier()
     begin = time.perf_counter()

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from thinwire.asynchronous.quorum.log import LOG, USED, begin_log, resize_log, write_log
 from thinwire.asynchronous.quorum.opening import open_participant, participant_of
-from thinwire.asynchronous.quorum.rules import Choice, QuorumRule, Reduction
+from thinwire.asynchronous.quorum.rules import Choice, QuorumRule
 from thinwire.core.comm.work import Work
 from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import check_ranges
@@ -40,14 +40,13 @@ class BackupWorkers(Strategy):
     keeps a log of them.
 
     Up to b workers may be lost: the others continue. If the coordinator is lost, all others raise `PeerLostError`, and
-    the run continues from a checkpoint. There is no server. Members average the
-    gradient by messages among themselves, or all workers do in an all-reduce, to which late ones contribute zeros
-    during their computation; one of the workers coordinates while it computes.
+    the run continues from a checkpoint. There is no server: members average the gradient by messages among themselves,
+    and one of the workers coordinates while it computes.
     `backups=0` is `AllReduce()`. With n workers, a loss of independent delays and $T_{(N:n)}$ the time of the N-th, a
     step takes $E[T_{(N:n)}]$ and its gradient has the noise of N workers.
-    Traffic: by messages $2\frac{N-1}{N}$ of the gradient per member and step, and control messages of some bytes; a
-    late worker sends none of the gradient, and receives a state once. In an all-reduce $2\frac{n-1}{n}$ for every
-    worker. State: the members of each step, and how often each worker was one.
+    Traffic: $2\frac{N-1}{N}$ of the gradient per member and step, and control messages of some bytes; a late worker
+    sends none of the gradient, and receives a state once. State: the members of each step, and how often each worker
+    was one.
 
     Chen, Pan, Monga, Bengio and Jozefowicz, Revisiting Distributed Synchronous SGD, 2016, arXiv:1604.00981,
     Algorithms 3 and 4, without their parameter servers. The choice from measured times is our own.
@@ -59,8 +58,6 @@ class BackupWorkers(Strategy):
         coordinator: the rank that decides. It may be slow; it may not be stopped or lost.
         retry_seconds: the least time that a member waits for the others before it reminds the coordinator, so that the
             step is tried again without members that have stopped.
-        reduction: how members average: by "messages" among them; by "all_reduce" among all workers, which sends more
-            and computes less.
 
     Example:
         >>> import torch, thinwire
@@ -84,7 +81,6 @@ class BackupWorkers(Strategy):
     deviations: float = 3.0
     coordinator: int = 0
     retry_seconds: float = 0.01
-    reduction: Reduction = "messages"
 
     paper = "Chen et al., Revisiting Distributed Synchronous SGD, 2016, arXiv:1604.00981"
     waits = "every step, all wait until the first N workers are ready and their gradients are averaged"
@@ -143,7 +139,6 @@ class BackupWorkers(Strategy):
             open_participant(
                 r,
                 QuorumRule(r.comm.size, r.comm.size - self.backups, self.choice, self.deviations),
-                self.reduction,
                 coordinator=self.coordinator,
                 retry_seconds=self.retry_seconds,
                 names=(LOG, USED),
@@ -185,7 +180,6 @@ class BackupWorkers(Strategy):
             write_log(r, outcome.members)
         on_time = participant.is_member(outcome)
         r.metrics["on_time"] = float(on_time)
-        r.metrics["all_reduced"] = float(outcome.all_reduce > 0)
         r.metrics["steps_missed"] = float(r.step - step + (not on_time))
         for rank, used in enumerate(r.state[USED][:_MAX_RANKS_IN_METRICS].tolist()):
             r.metrics[f"share_of_rank_{rank}"] = used / max(1, r.step)

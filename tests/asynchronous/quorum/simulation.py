@@ -19,11 +19,9 @@ class Simulation:
     Attributes:
         committed: the members of each step, as each rank has learned them.
         steps: the step that each rank is at.
-        attempts: the attempt and members that each rank averages with by messages, if it does.
+        attempts: the attempt and members that each rank averages with, if it does.
         inboxes: messages on their way to each rank.
         reduced: steps, attempts and members of which the mean was computed.
-        started: all-reduces that each rank has still to take part in.
-        joined: which ranks have taken part in each all-reduce, by its number.
     """
 
     coordinator: Coordinator
@@ -34,8 +32,6 @@ class Simulation:
     attempts: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict[int, tuple[int, tuple[int, ...]]])
     inboxes: dict[int, Inbox] = field(default_factory=dict[int, Inbox])
     reduced: set[tuple[int, int, tuple[int, ...]]] = field(default_factory=set[tuple[int, int, tuple[int, ...]]])
-    started: dict[int, Inbox] = field(default_factory=dict[int, Inbox])
-    joined: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
 
     def act(self, rank: int, now: float) -> None:
         """One rank does one thing: reads a message, sends READY, or acknowledges the mean if no member is stopped."""
@@ -47,24 +43,11 @@ class Simulation:
             return
         step = self.steps.setdefault(rank, 0)
         attempt, members = self.attempts.get(rank, (0, ()))
-        if self.started.get(rank) and self.rng.random() < 0.5:
-            self._join_all_reduce(rank, self.started[rank], now)
-        elif attempt and members and not self.stopped & set(members) and self.rng.random() < 0.9:
+        if attempt and not self.stopped & set(members) and self.rng.random() < 0.9:
             self.reduced.add((step, attempt, members))
             self._send(rank, ControlMessage(Kind.ACK, step, attempt), now)
         elif not attempt or self.rng.random() < 0.2:
             self._send(rank, ControlMessage(Kind.READY, step, attempt), now)
-
-    def _join_all_reduce(self, rank: int, started: Inbox, now: float) -> None:
-        """Take part in an all-reduce, whatever else this rank does; it ends once all have begun it."""
-        start = started[0]
-        joined = self.joined.setdefault(start.all_reduce, set())
-        joined.add(rank)
-        if len(joined) == self.coordinator.rule.size:
-            started.pop(0)
-            self.reduced.add((start.step, start.attempt, start.members))
-            acknowledgement = ControlMessage(Kind.ACK, start.step, start.attempt, all_reduce=start.all_reduce)
-            self._send(rank, acknowledgement, now)
 
     def _send(self, rank: int, message: ControlMessage, now: float) -> None:
         for dst, answer in self.coordinator.receive(rank, message, now):
@@ -72,15 +55,13 @@ class Simulation:
 
     def _read(self, rank: int, message: ControlMessage) -> None:
         step = self.steps.setdefault(rank, 0)
-        if message.kind is Kind.START and message.all_reduce:
-            self.started.setdefault(rank, []).append(message)
         if message.kind is Kind.LATE and message.answers == step:
             self.steps[rank] = message.step
         elif message.step != step:
             return
         elif message.kind is Kind.START:
             if rank in message.members:
-                self.attempts[rank] = (message.attempt, () if message.all_reduce else message.members)
+                self.attempts[rank] = (message.attempt, message.members)
             return
         elif message.kind is Kind.COMMIT:
             self.committed.setdefault(rank, {})[step] = message.members

@@ -83,14 +83,13 @@ def test_a_member_that_holds_the_mean_is_not_taken_for_stopped() -> None:
         assert coordinator.receive(0, ready(0, attempt=1), now) == []
 
 
-@pytest.mark.parametrize("use_all_reduce", [False, True])
 @pytest.mark.parametrize("seed", fast_where(lambda seed: seed < 4, range(12)))
 @pytest.mark.parametrize(("size", "least"), [(2, 1), (4, 3), (5, 3), (9, 7)])
 def test_each_step_is_committed_once_with_the_same_members_on_all_ranks_whoever_stops(
-    size: int, least: int, seed: int, use_all_reduce: bool
+    size: int, least: int, seed: int
 ) -> None:
     rng = random.Random(seed)
-    simulation = Simulation(Coordinator(QuorumRule(size, least), use_all_reduce), rng)
+    simulation = Simulation(Coordinator(QuorumRule(size, least)), rng)
     for now in range(3000):
         if rng.random() < 0.02:
             simulation.stopped = set(rng.sample(range(size), rng.randint(0, size - least)))
@@ -106,7 +105,6 @@ def test_each_step_is_committed_once_with_the_same_members_on_all_ranks_whoever_
     assert all(len(set(members)) >= least for members in decided.values())
     added = {(step, members) for step, _, members in simulation.reduced}
     assert all((step, members) in added for step, members in decided.items())
-    assert (simulation.coordinator.all_reduces > 2) == use_all_reduce
 
 
 def test_ranks_whose_optimizers_differ_are_all_refused() -> None:
@@ -117,7 +115,7 @@ def test_ranks_whose_optimizers_differ_are_all_refused() -> None:
 
 
 def test_a_control_message_is_decoded_as_it_was_encoded() -> None:
-    message = ControlMessage(Kind.START, 2**40, 3, 2**32 - 1, 5, 2**20, 2**39, (0, 69))
+    message = ControlMessage(Kind.START, 2**40, 3, 2**32 - 1, 5, 2**39, (0, 69))
     assert decode_control(message.encode(70).tolist()) == message
     assert message.encode(70).numel() == control_length(70)
 
@@ -193,65 +191,13 @@ def test_a_member_that_stops_before_it_acknowledges_what_it_has_sent_is_left_out
     assert {message.members for _, message in outboxes[3]} == {(0, 1, 3)}
 
 
-# -- all-reduces ---------------------------------------------------------------------------------------------------
-
-
-def in_all_reduce() -> Coordinator:
-    """A coordinator of three ranks, of which the first two are members and an all-reduce is in progress."""
-    coordinator = Coordinator(QuorumRule(3, 2), use_all_reduce=True)
-    coordinator.receive(0, ready(0), 0.0)
-    outbox = coordinator.receive(1, ready(0), 0.0)
-    assert outbox == [(rank, ControlMessage(Kind.START, 0, 1, all_reduce=1, members=(0, 1))) for rank in range(3)]
-    return coordinator
-
-
-def ack(step: int, number: int) -> ControlMessage:
-    return ControlMessage(Kind.ACK, step, 1, all_reduce=number)
-
-
-def test_an_all_reduce_starts_on_all_ranks_and_is_committed_once_members_hold_the_mean() -> None:
-    coordinator = in_all_reduce()
-    assert coordinator.receive(2, ack(0, 1), 0.0) == []
-    assert coordinator.receive(0, ack(0, 1), 0.0) == []
-    assert coordinator.receive(1, ack(0, 1), 0.0) == [
-        (rank, ControlMessage(Kind.COMMIT, 0, 1, all_reduce=1, members=(0, 1))) for rank in (0, 1)
-    ]
-    assert coordinator.receive(2, ready(0), 0.0) == [
-        (2, ControlMessage(Kind.LATE, 1, 1, all_reduce=1, answers=0, members=(0, 1)))
-    ]
-
-
-def test_the_next_all_reduce_waits_until_all_ranks_have_ended_the_last_and_messages_do_not() -> None:
-    coordinator = in_all_reduce()
-    for rank in (0, 1):
-        coordinator.receive(rank, ack(0, 1), 0.0)
-    coordinator.receive(0, ready(1), 0.0)
-    assert {message.all_reduce for _, message in coordinator.receive(1, ready(1), 0.0)} == {0}
-    coordinator.receive(2, ack(0, 1), 0.0)
-    for rank in (0, 1):
-        coordinator.receive(rank, ControlMessage(Kind.ACK, 1, 1), 0.0)
-    coordinator.receive(0, ready(2), 0.0)
-    assert {message.all_reduce for _, message in coordinator.receive(1, ready(2), 0.0)} == {2}
-
-
-def test_an_all_reduce_that_all_members_wait_for_is_abandoned_for_messages() -> None:
-    coordinator = in_all_reduce()
-    outboxes = [coordinator.receive(rank, ready(0, attempt=1), now) for now in (1.0, 2.0) for rank in (0, 1)]
-    assert outboxes[:2] == [[], []]
-    assert outboxes[2] == [(rank, ControlMessage(Kind.START, 0, 2, members=(0, 1))) for rank in (0, 1)]
-    for rank in (0, 1):
-        assert coordinator.receive(rank, ack(0, 1), 3.0) == []
-    assert coordinator.step == 0
-
-
 def test_acknowledgements_from_before_a_checkpoint_was_loaded_do_not_count() -> None:
-    coordinator = in_all_reduce()
-    coordinator.receive(2, ack(0, 1), 0.0)
+    coordinator = in_progress(3, 2)
+    coordinator.receive(0, ControlMessage(Kind.ACK, 0, 1), 0.0)
     coordinator.begin(0)
     for rank in (0, 1):
         coordinator.receive(rank, ready(0), 0.0)
-    for rank in (0, 1):
-        coordinator.receive(rank, ack(0, 1), 0.0)
+    coordinator.receive(1, ControlMessage(Kind.ACK, 0, 1), 0.0)
     assert coordinator.step == 0
 
 

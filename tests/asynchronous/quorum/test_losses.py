@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.asynchronous.quorum.test_member import CHOICES, REDUCTIONS, check, member, start, waiting, world_of
+from tests.asynchronous.quorum.test_member import CHOICES, check, member, start, waiting, world_of
 from tests.asynchronous.quorum.world import NUMEL, Move, World, gradient_of
 from thinwire.asynchronous.quorum.member import Member, Send
 from thinwire.asynchronous.quorum.messages import ControlMessage, Kind
@@ -23,10 +23,7 @@ def weight(world: World, name: str, rank: int) -> float:
     """Waits that change nothing are rare, so that runs get far."""
     if name == "waiting":
         current = world.ranks[rank].member.round
-        return 8.0 if current is not None and (current.has_work or current.is_over) else 0.3
-    if name == "all-reduce":
-        joined = world.collectives[world.ranks[rank].starts[0].all_reduce]
-        return 0.02 if rank in joined and len(joined) < world.size else 5.0
+        return 8.0 if current is not None and (current.has_work or current.outcome) else 0.3
     return {"time": 0.5, "notice": 0.5, "catching up": 1.0}.get(name, 5.0)
 
 
@@ -55,8 +52,7 @@ def run_with_losses(seed: int) -> World:
     """A run in which ranks are lost at the worst moments."""
     rng = random.Random(seed)
     sizes = rng.choice(SIZES)
-    first, choice, reduction = rng.randrange(sizes[0]), rng.choice(CHOICES), rng.choice(REDUCTIONS)
-    world = world_of(sizes, first, choice, reduction)
+    world = world_of(sizes, rng.randrange(sizes[0]), rng.choice(CHOICES))
     troubled = rng.choice([60, 150, 400])
     for number in range(20_000):
         if number == troubled:

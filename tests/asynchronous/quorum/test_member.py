@@ -15,10 +15,10 @@ from hypothesis import strategies as some
 
 from tests.asynchronous.quorum.world import NUMEL, World, gradient_of, mean_of
 from thinwire.asynchronous.quorum import member as member_module
-from thinwire.asynchronous.quorum.member import JoinAllReduce, Member, Send, SendState
+from thinwire.asynchronous.quorum.member import Member, Send, SendState
 from thinwire.asynchronous.quorum.messages import ControlMessage, GradientChunk, Kind, StateChunk
 from thinwire.asynchronous.quorum.reductions import Partition
-from thinwire.asynchronous.quorum.rules import Choice, QuorumRule, Reduction
+from thinwire.asynchronous.quorum.rules import Choice, QuorumRule
 
 STEPS = 6
 
@@ -59,41 +59,37 @@ def check(world: World) -> None:
 
 
 CHOICES: list[Choice] = ["fixed", "deadline"]
-REDUCTIONS: list[Reduction] = ["messages", "all_reduce"]
 
 
-def world_of(sizes: tuple[int, int], coordinator: int, choice: Choice, reduction: Reduction) -> World:
-    return World(QuorumRule(*sizes, choice), reduction == "all_reduce", coordinator=coordinator, steps=STEPS)
+def world_of(sizes: tuple[int, int], coordinator: int, choice: Choice) -> World:
+    return World(QuorumRule(*sizes, choice), coordinator=coordinator, steps=STEPS)
 
 
 @given(
     sizes=some.sampled_from([(2, 1), (3, 2), (4, 3), (4, 2), (5, 3)]),
     coordinator=some.integers(0, 1),
     choice=some.sampled_from(CHOICES),
-    reduction=some.sampled_from(REDUCTIONS),
     choices=some.lists(some.integers(0, 10**6), max_size=250),
 )
 def test_in_any_order_of_events_each_step_closes_once_and_each_gradient_counts_once_or_is_known_to_be_late(
-    sizes: tuple[int, int], coordinator: int, choice: Choice, reduction: Reduction, choices: list[int]
+    sizes: tuple[int, int], coordinator: int, choice: Choice, choices: list[int]
 ) -> None:
-    check(run(world_of(sizes, coordinator, choice, reduction), choices))
+    check(run(world_of(sizes, coordinator, choice), choices))
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("choice", CHOICES)
-def test_long_troubles_end_as_well(choice: Choice, reduction: Reduction) -> None:
+def test_long_troubles_end_as_well(choice: Choice) -> None:
     seen = Counter[str]()
     for seed in range(8):
         rng = random.Random(seed)
         sizes = rng.choice([(3, 2), (4, 2), (5, 3)])
-        world = world_of(sizes, rng.randint(0, 1), choice, reduction)
+        world = world_of(sizes, rng.randint(0, 1), choice)
         check(run(world, [rng.randrange(10**6) for _ in range(400)]))
         seen += world.moves
         seen["late"] += sum(not on_time for rank in world.ranks for on_time in rank.verdicts.values())
     kinds = {"late", "stop", "continue", "duplicate", "catching up", "deliver"}
     assert {kind for kind in kinds if seen[kind]} == kinds
     assert seen["die"] > 0
-    assert (seen["all-reduce"] > 0) == (reduction != "messages")
 
 
 # -- one rank ----------------------------------------------------------------------------------------------------------
@@ -112,8 +108,8 @@ def waiting(step: int = 0) -> Member:
     return one
 
 
-def start(attempt: int, *, all_reduce: int = 0, members: tuple[int, ...] = (0, 1)) -> ControlMessage:
-    return ControlMessage(Kind.START, 0, attempt, all_reduce=all_reduce, members=members)
+def start(attempt: int) -> ControlMessage:
+    return ControlMessage(Kind.START, 0, attempt, members=(0, 1))
 
 
 def test_a_rank_sends_ready_again_when_it_has_waited_longer_than_usual() -> None:
@@ -134,9 +130,13 @@ def test_a_rank_sends_ready_again_when_it_has_waited_longer_than_usual() -> None
 
 def test_a_rank_that_is_told_twice_does_once() -> None:
     one = waiting()
-    assert one.receive(0, start(1, all_reduce=4), 1.0) == [JoinAllReduce(start(1, all_reduce=4))]
-    assert one.receive(0, start(1, all_reduce=4), 1.0) == []
+    one.receive(0, start(1), 1.0)
+    assert one.round is not None
+    started = one.round.reduction
+    assert started is not None
     for _ in range(2):
+        assert one.receive(0, start(1), 1.0) == []
+        assert one.round.reduction is started
         one.receive(0, ControlMessage(Kind.BARRIER, 0, 1), 1.0)
         one.receive(2, ControlMessage(Kind.BARRIER, 0, 1), 1.0)
     one.enter_barrier(0, 1.0)
@@ -165,22 +165,7 @@ def test_what_was_decided_stays_decided() -> None:
     one.receive(0, start(2), 1.0)
     one.receive(0, ControlMessage(Kind.LATE, 3, answers=0, members=(1, 2)), 1.0)
     assert one.round is not None
-    assert one.round.is_over
     assert one.round.outcome == ControlMessage(Kind.COMMIT, 0, 1, members=(0, 2))
-
-
-def test_only_a_member_that_still_waits_adds_its_gradient_to_an_all_reduce() -> None:
-    one = waiting()
-    assert one.read_gradient(start(1, all_reduce=1, members=(0, 2))) is None
-    assert one.read_gradient(start(1, all_reduce=1)._replace(step=5)) is None
-    read = one.read_gradient(start(1, all_reduce=1))
-    assert read is not None
-    one.receive(0, ControlMessage(Kind.COMMIT, 0, 2, members=(0, 2)), 1.0)
-    assert one.round is not None
-    assert not one.round.is_over, "its gradient is being read"
-    one.release_gradient()
-    assert one.round.is_over
-    assert one.read_gradient(start(1, all_reduce=1)) is None
 
 
 def test_a_state_is_sent_only_between_steps_and_only_if_it_is_new_enough() -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All ranks of a quorum as state machines, and a network between them: no threads, no clock, no waiting.
 
-What happens next is chosen by whoever calls `World.do`: which rank receives, computes, takes part in an all-reduce,
-stops, dies or notices that another one has, which message arrives a second time, and how much time passes.
+What happens next is chosen by whoever calls `World.do`: which rank receives, computes, stops, dies or
+notices that another one has, which message arrives a second time, and how much time passes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from thinwire.asynchronous.quorum.coordinator import Coordinator
-from thinwire.asynchronous.quorum.member import Action, Member, Send, SendState
+from thinwire.asynchronous.quorum.member import Action, Member, Send
 from thinwire.asynchronous.quorum.messages import ControlMessage, GradientChunk, Kind, StateChunk
 from thinwire.asynchronous.quorum.reductions import Partition
 from thinwire.asynchronous.quorum.rules import QuorumRule
@@ -40,14 +40,13 @@ def mean_of(members: tuple[int, ...], step: int) -> Tensor:
 
 @dataclass
 class Rank:
-    """What surrounds a member: its loop, its parameters, and its part in all-reduces.
+    """What surrounds a member: its loop and its parameters.
 
     Attributes:
         member: the state machine.
         x: the sum of all means so far.
         log: the members of each step.
         phase: computing, waiting, updating its parameters, catching up, unpacking a state, or at the barrier.
-        starts: all-reduces that this rank has still to end.
         verdicts: of each step that it contributed to, whether its gradient has counted.
         gradient: what it updates its parameters with.
         taken: the state that it unpacks.
@@ -57,7 +56,6 @@ class Rank:
     x: Tensor = field(default_factory=lambda: torch.zeros(NUMEL, dtype=torch.float64))
     log: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
     phase: str = "computing"
-    starts: deque[ControlMessage] = field(default_factory=deque[ControlMessage])
     verdicts: dict[int, bool] = field(default_factory=dict[int, bool])
     gradient: Tensor = field(default_factory=lambda: torch.zeros(NUMEL, dtype=torch.float64))
     taken: tuple[int, Tensor] | None = None
@@ -68,12 +66,11 @@ class World:
 
     Args:
         rule: of the quorum.
-        use_all_reduce: whether members average by an all-reduce.
         coordinator: the rank that decides, which does not die.
         steps: to be done.
     """
 
-    def __init__(self, rule: QuorumRule, use_all_reduce: bool, *, coordinator: int, steps: int) -> None:
+    def __init__(self, rule: QuorumRule, *, coordinator: int, steps: int) -> None:
         self.size, self.rule, self.steps, self.now = rule.size, rule, steps, 0.0
         partition = Partition(NUMEL, rule.least, torch.float64)
         self.ranks = [
@@ -81,10 +78,9 @@ class World:
             for rank in range(rule.size)
         ]
         self.coordinator = coordinator
-        self.ranks[coordinator].member.coordinator = Coordinator(rule, use_all_reduce)
+        self.ranks[coordinator].member.coordinator = Coordinator(rule)
         self.edges: dict[tuple[int, int], deque[Payload]] = defaultdict(deque[Payload])
         self.delivered: dict[int, list[tuple[int, Payload]]] = defaultdict(list[tuple[int, Payload]])
-        self.collectives: dict[int, dict[int, Tensor]] = defaultdict(dict[int, Tensor])
         self.commits: dict[int, set[tuple[int, tuple[int, ...]]]] = defaultdict(set[tuple[int, tuple[int, ...]]])
         self.stopped, self.dead = set[int](), set[int]()
         self.moves = Counter[str]()
@@ -116,8 +112,6 @@ class World:
             ]
             if rank.phase != "done":
                 moves.append((rank.phase, partial(self.go_on, number)))
-            if rank.starts:
-                moves.append(("all-reduce", partial(self.all_reduce, number)))
             moves += [("notice", partial(self.notice, number, lost)) for lost in self.dead - rank.member.gone]
         return moves
 
@@ -176,10 +170,8 @@ class World:
                 if action.message.kind is Kind.COMMIT:
                     self.commits[action.message.step].add((action.message.attempt, action.message.members))
                 self.edges[rank, action.dst].append(action.message)
-            elif isinstance(action, SendState):
-                self.edges[rank, action.dst].extend(self.state_of(rank))
             else:
-                self.ranks[rank].starts.append(action.start)
+                self.edges[rank, action.dst].extend(self.state_of(rank))
 
     def state_of(self, rank: int) -> list[StateChunk]:
         sender = self.ranks[rank]
@@ -221,7 +213,7 @@ class World:
                 # The wire carries bytes.
                 self.edges[number, dst].append(chunk._replace(content=chunk.content.clone().view(torch.uint8)))
             self.perform(number, member.acknowledge(reduction, self.now))
-        elif not current.is_over:
+        elif current.outcome is None:
             self.perform(number, member.time_passed(self.now))
         else:
             rank.gradient, rank.phase = gradient_of(number, step), "updating"
@@ -258,18 +250,3 @@ class World:
     def _end_step(self, number: int, rank: Rank) -> None:
         rank.phase = "computing"
         self.perform(number, rank.member.end_step(len(rank.log), self.now))
-
-    def all_reduce(self, number: int) -> None:
-        """What the all-reduce thread does next: add this rank's vector, or end once all ranks have added theirs."""
-        rank = self.ranks[number]
-        start = rank.starts[0]
-        collective = self.collectives[start.all_reduce]
-        if number not in collective:
-            own = rank.member.read_gradient(start)
-            collective[number] = torch.zeros(NUMEL, dtype=torch.float64) if own is None else own.clone()
-            if own is not None:
-                rank.member.release_gradient()
-        elif len(collective) == self.size:
-            rank.starts.popleft()
-            mean = torch.stack([collective[each] for each in range(self.size)]).sum(0) / len(start.members)
-            self.perform(number, rank.member.all_reduce_ended(start, mean, self.now))

@@ -62,6 +62,11 @@ def test_a_wait_on_a_duplicate_ends_with_it_too() -> None:
     assert run_threads(2, work, timeout=30) == ["rank 0, step 3: two lengths"] * 2
 
 
+def test_a_comm_without_spare_connections_is_refused_with_the_fix() -> None:
+    with pytest.raises(ConfigError, match=r"CountingComm cannot open connections .* Gloo can"):
+        CountingComm(0, 2).duplicate()
+
+
 def test_a_worker_alone_raises_the_error_itself() -> None:
     for comm in (single_worker(), CountingComm(0, 4)):
         with pytest.raises(ConfigError, match="too long"):

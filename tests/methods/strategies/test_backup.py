@@ -7,25 +7,23 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import thinwire
-from tests.engine import Mixed, attach, batch, batches, momentum, net, steps
-from tests.methods.strategies.backup_runs import Run, check_runs, loss_of, slow_last, stalls, train
-from tests.pool import start_processes
+from tests.engine import Mixed, attach, batch, batches, momentum, net, steps, threads
+from tests.methods.strategies.backup_runs import MakeOptimizer, Run, adam, check_runs, loss_of, slow_last, stalls, train
+from tests.pool import run_processes, start_processes
 from tests.rules import for_each, refusals
-from thinwire import Comm, ConfigError, MismatchError, Probe, SlowMo, Strategy, run_threads
+from thinwire import AllReduce, Comm, ConfigError, MismatchError, Probe, SlowMo, Strategy, run_threads
 from thinwire.asynchronous.backup_workers import BackupWorkers
 from thinwire.asynchronous.quorum.log import memberships
-from thinwire.asynchronous.quorum.messages import ControlMessage
 from thinwire.asynchronous.quorum.participant import Participant
 from thinwire.asynchronous.quorum.rounds import Round
-from thinwire.asynchronous.quorum.rules import Reduction
 from thinwire.elastic.sampler import ElasticSampler
 from thinwire.lab.runs.defaults import resolve
 from thinwire.lab.runs.launcher import launch
@@ -57,6 +55,58 @@ def test_delayed_messages_change_nothing() -> None:
     check_runs(run_threads(3, body, timeout=20, delay=lambda *_: 2), BackupWorkers(), momentum)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("make_optimizer", [momentum, adam])
+@pytest.mark.parametrize(("backups", "pause"), [(1, stalls), (3, stalls), (1, slow_last)])
+def test_all_ranks_hold_what_one_process_computes_from_the_log(
+    make_optimizer: MakeOptimizer, backups: int, pause: Callable[[int, int], float]
+) -> None:
+    strategy = BackupWorkers(backups)
+    runs = run_threads(
+        4, lambda comm: train(attach(comm, strategy, optimizer=make_optimizer), 25, pause, clip=0.3), timeout=20
+    )
+    check_runs(runs, strategy, make_optimizer, clip=0.3)
+
+
+def stalled() -> Run:
+    return train(attach(None, BackupWorkers(), optimizer=adam), 25, stalls)
+
+
+def test_all_ranks_hold_what_one_process_computes_from_the_log_on_processes() -> None:
+    check_runs(run_processes(4, stalled), BackupWorkers(), adam)
+
+
+def test_a_number_of_members_chosen_from_times_is_the_divisor() -> None:
+    strategy = BackupWorkers(2, "deadline")
+
+    def body(comm: Comm) -> Run:
+        return train(attach(comm, strategy, optimizer=adam), 30, lambda rank, _: 0.04 if rank == 3 else 0.004)
+
+    runs = run_threads(4, body, timeout=20)
+    check_runs(runs, strategy, adam)
+    assert all(2 <= len(members) <= 4 for members in runs[0].log)
+
+
+def test_a_run_goes_on_from_its_checkpoint_and_may_go_back(tmp_path: Path) -> None:
+    strategy, folder = BackupWorkers(), str(tmp_path)
+
+    def body(comm: Comm) -> Run:
+        worker = attach(comm, strategy, optimizer=adam)
+        train(worker, 8, stalls, ends=False)
+        worker.save(folder)
+        train(worker, 9, stalls, ends=False)
+        worker.load(folder)
+        assert worker.step == 8
+        return train(worker, 20, stalls)
+
+    check_runs(run_threads(4, body, timeout=20), strategy, adam)
+
+
+def test_without_backups_it_is_all_reduce_to_the_bit() -> None:
+    for mine, theirs in zip(threads(3, BackupWorkers(0)), threads(3, AllReduce()), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 # -- data --------------------------------------------------------------------------------------------------------------
 
 
@@ -83,23 +133,18 @@ def test_the_data_of_a_rank_that_is_always_late_are_used() -> None:
 # -- stopped ranks -----------------------------------------------------------------------------------------------------
 
 
-def stops(folder: str, rank: int, within: bool, reduction: Reduction) -> Run:
+def stops(folder: str, rank: int, within: bool) -> Run:
     """Rank `rank` stops at step 5, in its computation or as a member; it is continued once others are at step 30."""
-    mine, advance, contribution = int(os.environ["RANK"]), Participant._advance, Participant._all_reduce_input
+    mine, advance = int(os.environ["RANK"]), Participant._advance
 
     def stop() -> None:
         Path(folder, "stopped").touch()
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    def before_messages(self: Participant, current: Round) -> None:
+    def stop_within(self: Participant, current: Round) -> None:
         if current.step >= 5 and current.reduction is not None and not Path(folder, "stopped").exists():
             stop()
         advance(self, current)
-
-    def before_all_reduce(self: Participant, message: ControlMessage) -> Tensor:
-        if message.step >= 5 and self.rank in message.members and not Path(folder, "stopped").exists():
-            stop()
-        return contribution(self, message)
 
     def pause(rank_now: int, step: int) -> float:
         if mine == rank and not within and step == 5:
@@ -109,18 +154,17 @@ def stops(folder: str, rank: int, within: bool, reduction: Reduction) -> Run:
         return 0.002
 
     if mine == rank and within:
-        Participant._advance, Participant._all_reduce_input = before_messages, before_all_reduce  # type: ignore[method-assign]
+        Participant._advance = stop_within  # type: ignore[method-assign]
     try:
-        return train(attach(None, BackupWorkers(reduction=reduction)), 40, pause)
+        return train(attach(None, BackupWorkers()), 40, pause)
     finally:
-        Participant._advance, Participant._all_reduce_input = advance, contribution  # type: ignore[method-assign]
+        Participant._advance = advance  # type: ignore[method-assign]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reduction", ["messages", "all_reduce"])
 @pytest.mark.parametrize("within", [False, True])
-def test_a_stopped_process_holds_up_nobody_and_catches_up(within: bool, reduction: Reduction, tmp_path: Path) -> None:
-    workers = start_processes(4, stops, str(tmp_path), 2, within, reduction)
+def test_a_stopped_process_holds_up_nobody_and_catches_up(within: bool, tmp_path: Path) -> None:
+    workers = start_processes(4, stops, str(tmp_path), 2, within)
     deadline = time.monotonic() + 40
     try:
         while not (tmp_path / "far").exists() and time.monotonic() < deadline:
@@ -132,12 +176,8 @@ def test_a_stopped_process_holds_up_nobody_and_catches_up(within: bool, reductio
         for worker in workers:
             worker.finish(deadline)
     assert not [worker.error for worker in workers if worker.error]
-    check_runs([worker.result for worker in workers], BackupWorkers(), momentum, exact=reduction == "messages")
+    check_runs([worker.result for worker in workers], BackupWorkers(), momentum)
     assert len(workers[2].result.digests) < 40
-    # Where a stopped process holds up an all-reduce, the others go on by messages.
-    reduced = [bool(each["all_reduced"]) for each in workers[0].result.metrics]
-    assert any(reduced) == (reduction == "all_reduce")
-    assert not all(reduced)
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
@@ -145,7 +185,7 @@ def test_a_stopped_process_holds_up_nobody_and_catches_up(within: bool, reductio
 
 def test_a_dry_run_counts_what_a_real_member_sends() -> None:
     def body(comm: Comm) -> float:
-        worker = attach(comm, BackupWorkers(retry_seconds=2.0, reduction="messages"))
+        worker = attach(comm, BackupWorkers(retry_seconds=2.0))
         before = comm.meter.payload_bytes
         train(worker, 4, lambda rank, step: 0.3 if rank == 2 else 0.0, ends=False)
         sent = comm.meter.payload_bytes - before
@@ -159,6 +199,13 @@ def test_a_dry_run_counts_what_a_real_member_sends() -> None:
     assert sent[2] < 500
 
 
+@pytest.mark.parametrize(("size", "backups"), [(4, 1), (8, 2)])
+def test_explaining_counts_a_mean_among_members(size: int, backups: int) -> None:
+    numel, members = 3_000_000, size - backups
+    dry = DryRun(BackupWorkers(backups), [numel], workers=size, rank=1, dtype=torch.float32, bucket_bytes=1 << 20)
+    assert dry.step().sent == pytest.approx(2 * (members - 1) / members * 4 * numel, rel=1e-3)
+
+
 # -- what cannot be ----------------------------------------------------------------------------------------------------
 
 
@@ -167,7 +214,6 @@ test_recipes_that_cannot_work_are_refused_with_the_rule = refusals(
         (lambda: BackupWorkers(-1), "backups=-1: must be at least 0"),
         (lambda: BackupWorkers(deviations=-1.0), "deviations=-1.0: must be finite and not negative"),
         (lambda: BackupWorkers(retry_seconds=0.0), "retry_seconds=0.0: must be positive"),
-        (lambda: BackupWorkers(reduction="auto"), "reduction must be"),  # type: ignore[arg-type]
         (lambda: BackupWorkers(choice="online"), "choice must be"),  # type: ignore[arg-type]
         (lambda: BackupWorkers(coordinator=-1), "coordinator=-1: must be a rank"),
         (

@@ -19,12 +19,11 @@ from thinwire import Comm, PeerLostError, run_threads
 from thinwire.asynchronous.backup_workers import BackupWorkers
 from thinwire.asynchronous.quorum.participant import Participant
 from thinwire.asynchronous.quorum.rounds import Round
-from thinwire.asynchronous.quorum.rules import Reduction
 
 STEPS = 30
 
 
-def dies(victims: dict[int, int], within: bool, backups: int, reduction: Reduction) -> Run:
+def dies(victims: dict[int, int], within: bool, backups: int) -> Run:
     """Victims are killed at their step: while they compute, or as members that have sent only a part of what is due."""
     mine, advance = int(os.environ["RANK"]), Participant._advance
     last = victims.get(mine, STEPS)
@@ -41,7 +40,7 @@ def dies(victims: dict[int, int], within: bool, backups: int, reduction: Reducti
 
     Participant._advance = stop_within if within else advance  # type: ignore[method-assign]
     try:
-        worker = attach(None, BackupWorkers(backups, reduction=reduction))
+        worker = attach(None, BackupWorkers(backups))
         seen = train(worker, STEPS, pause, ends=False)
         with worker.consensus() as model:
             assert flat(model).tolist() == seen.values
@@ -53,8 +52,8 @@ def dies(victims: dict[int, int], within: bool, backups: int, reduction: Reducti
         Participant._advance = advance  # type: ignore[method-assign]
 
 
-def check_survivors(size: int, backups: int, victims: dict[int, int], within: bool, reduction: Reduction) -> None:
-    workers = start_processes(size, dies, victims, within, backups, reduction)
+def check_survivors(size: int, backups: int, victims: dict[int, int], within: bool) -> None:
+    workers = start_processes(size, dies, victims, within, backups)
     deadline = time.monotonic() + 40
     for worker in workers:
         worker.finish(deadline)
@@ -71,26 +70,23 @@ def check_survived(runs: Sequence[Run], victims: dict[int, int], backups: int) -
 
 
 def test_the_others_go_on_without_a_worker_that_is_killed() -> None:
-    check_survivors(4, 1, {2: 5}, False, "messages")
+    check_survivors(4, 1, {2: 5}, False)
 
 
 LOST = r"rank {rank}, step \d+.*\. Rank 0 is the coordinator of BackupWorkers and is lost: the other ranks cannot"
 
 
 @pytest.mark.parametrize(
-    ("size", "backups", "within", "reduction"),
+    ("size", "backups", "within"),
     [
-        (4, 1, False, "messages"),
-        pytest.param(4, 2, True, "messages", marks=pytest.mark.slow),
-        pytest.param(4, 1, False, "all_reduce", marks=pytest.mark.slow),
-        pytest.param(2, 1, False, "messages", marks=pytest.mark.slow),
-        pytest.param(2, 1, True, "messages", marks=pytest.mark.slow),
+        (4, 1, False),
+        pytest.param(4, 2, True, marks=pytest.mark.slow),
+        pytest.param(2, 1, False, marks=pytest.mark.slow),
+        pytest.param(2, 1, True, marks=pytest.mark.slow),
     ],
 )
-def test_the_loss_of_the_coordinator_ends_the_run_on_all_ranks(
-    size: int, backups: int, within: bool, reduction: Reduction
-) -> None:
-    workers = start_processes(size, dies, {0: 5}, within, backups, reduction)
+def test_the_loss_of_the_coordinator_ends_the_run_on_all_ranks(size: int, backups: int, within: bool) -> None:
+    workers = start_processes(size, dies, {0: 5}, within, backups)
     deadline = time.monotonic() + 40
     for worker in workers:
         worker.finish(deadline)
@@ -99,10 +95,9 @@ def test_the_loss_of_the_coordinator_ends_the_run_on_all_ranks(
         assert re.search(LOST.format(rank=worker.rank), str(worker.error)), worker.error
 
 
-@pytest.mark.parametrize("reduction", ["messages", "all_reduce"])
-def test_threads_end_without_a_coordinator_that_leaves(reduction: Reduction) -> None:
+def test_threads_end_without_a_coordinator_that_leaves() -> None:
     def body(comm: Comm) -> str:
-        worker = attach(comm, BackupWorkers(2, reduction=reduction))
+        worker = attach(comm, BackupWorkers(2))
         try:
             train(worker, 5 if comm.rank == 0 else STEPS, stalls, ends=False)
             raise InterruptedError
@@ -128,7 +123,7 @@ def test_threads_end_without_a_coordinator_that_leaves(reduction: Reduction) -> 
 def test_the_others_go_on_without_up_to_as_many_as_backups(
     size: int, backups: int, victims: dict[int, int], within: bool
 ) -> None:
-    check_survivors(size, backups, victims, within, "messages")
+    check_survivors(size, backups, victims, within)
 
 
 def test_nobody_is_told_of_losses_where_there_are_none(caplog: pytest.LogCaptureFixture) -> None:

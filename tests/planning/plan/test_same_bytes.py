@@ -142,7 +142,7 @@ CODED = [
     Case(Budget(AllReduce(ErrorFeedback(Nearest(block=8))), "1MB/step")),
 ]
 SLOW = [
-    *(Case(AllReduce(ErrorFeedback(OneBit()))), Case(BackupWorkers(backups=1, reduction="messages"))),
+    *(Case(AllReduce(ErrorFeedback(OneBit()))), Case(BackupWorkers(backups=1))),
     Case(CompressedMomentum(warmup_steps=3), one_bit_lamb),
     Case(CompressedMomentum(warmup_steps=3, overlap=True), one_bit_adam),
     Case(CompressedMomentum(warmup_steps=None), quick_adam),

@@ -30,7 +30,7 @@ from thinwire.planning.simulate import Death, Duration, Network, Pair, Pause, Ra
 
 STEPS = 6
 # Beside the table's: forms that depend on the order in which messages arrive.
-MORE = (EagerPushSum(staleness=2), BackupWorkers(backups=1), BackupWorkers(backups=1, reduction="all_reduce"))
+MORE = (EagerPushSum(staleness=2), BackupWorkers(backups=1))
 CASES = [
     *(each for each in STRATEGIES if each.strategy not in MORE),
     *(replace(next(each for each in STRATEGIES if type(each.strategy) is type(s)), strategy=s) for s in MORE),

@@ -8,7 +8,6 @@
 - `rounds`: a step that a rank has contributed to, and a state that a late rank waits for.
 - `reductions`: a state machine in which members average their gradients by messages.
 - `participant`: a member with a mailbox, threads and a clock, which the comm's `runtime` provides.
-- `all_reduces`: the thread in which all ranks average instead, including late ones.
 - `state_transfer`: a rank's parameters, optimizer state and settings as bytes, for late ranks.
 - `opening`: creates a participant for each replica, or one that only counts bytes.
 - `log`, `elastic_sampler`: the members of each step, and data for workers that are sometimes late.

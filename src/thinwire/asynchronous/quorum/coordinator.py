@@ -11,10 +11,6 @@ use that mean, so that all ranks use the same one or none.
 A member may stop in between. The others then send READY again. When most members have done so, or have the mean, the
 attempt is abandoned, and another one starts without the members that sent nothing. A merely slow member costs one
 attempt, and may be a member of a later one.
-
-An all-reduce needs every rank, so any rank may delay it, even a late one. If most members wait in vain, the next
-attempt uses messages among the ranks that have responded, and no other all-reduce starts until all ranks have ended the
-last one.
 """
 
 from __future__ import annotations
@@ -37,17 +33,12 @@ class Coordinator:
 
     Attributes:
         rule: how long to wait for how many ranks.
-        use_all_reduce: whether members average by an all-reduce instead of messages.
         step: the step to be decided next.
         attempt: the number of the latest attempt at this step, from 1; 0 before the first.
         members: the members of the attempt in progress; empty if none is in progress.
         last: members of the latest committed step.
         last_attempt: the number of the attempt that committed it; 0 if unknown.
         opened: when the first of the ready ranks began to compute, in seconds.
-        all_reduces: all-reduces started so far.
-        all_reduce: the number of the all-reduce in progress, or 0.
-        last_all_reduce: the number of the all-reduce that averaged the latest committed step, or 0.
-        busy: ranks that have not ended the latest all-reduce.
         ready: ranks that are ready in the order of arrival, each with its first READY message.
         acknowledged: members that hold the mean.
         reminders: how often each rank has sent READY again during this attempt.
@@ -55,17 +46,12 @@ class Coordinator:
     """
 
     rule: QuorumRule
-    use_all_reduce: bool = False
     step: int = 0
     attempt: int = 0
     members: tuple[int, ...] = ()
     last: tuple[int, ...] = ()
     last_attempt: int = 0
     opened: float = 0.0
-    all_reduces: int = 0
-    all_reduce: int = 0
-    last_all_reduce: int = 0
-    busy: set[int] = field(default_factory=set[int])
     ready: dict[int, ControlMessage] = field(default_factory=dict[int, ControlMessage])
     acknowledged: set[int] = field(default_factory=set[int])
     reminders: Counter[int] = field(default_factory=Counter[int])
@@ -107,14 +93,7 @@ class Coordinator:
         if message.step < self.step:
             if message.step == self.step - 1 and src in self.last:
                 return []  # its COMMIT is on its way
-            late = ControlMessage(
-                Kind.LATE,
-                self.step,
-                self.last_attempt,
-                all_reduce=self.last_all_reduce,
-                answers=message.step,
-                members=self.last,
-            )
+            late = ControlMessage(Kind.LATE, self.step, self.last_attempt, answers=message.step, members=self.last)
             return [(src, late)]
         if message.step > self.step:
             self.begin(message.step)  # all ranks have loaded the checkpoint of a later step
@@ -138,14 +117,8 @@ class Coordinator:
         if self.rule.choice == "fixed":
             members = members[: self.rule.least]
         self.attempt, self.members = self.attempt + 1, tuple(sorted(members))
-        destinations = self.members
-        # Later attempts use messages: an all-reduce was delayed, or a member has stopped.
-        if self.attempt == 1 and self.use_all_reduce and not self.busy:
-            destinations = range(self.rule.size)
-            self.all_reduce = self.all_reduces = self.all_reduces + 1
-            self.busy = set(destinations)
-        start = ControlMessage(Kind.START, self.step, self.attempt, all_reduce=self.all_reduce, members=self.members)
-        return [(dst, start) for dst in destinations]
+        start = ControlMessage(Kind.START, self.step, self.attempt, members=self.members)
+        return [(dst, start) for dst in self.members]
 
     def seconds_to_wait(self, now: float) -> float | None:
         """Return the seconds until the next call of `start_if_due`; None to wait for a message."""
@@ -161,10 +134,8 @@ class Coordinator:
         responded = self.acknowledged | (self.reminders.keys() & set(self.members))
         missing = set(self.members) - responded
         if not missing:
-            # All members wait. Messages of members are on the way; an all-reduce however may be delayed by a rank
-            # that is not a member.
-            abandon = bool(self.all_reduce) and is_member and self.reminders[src] >= _ENOUGH_REMINDERS
-        elif is_member and src not in self.acknowledged:
+            return []  # all members wait for messages that are on the way
+        if is_member and src not in self.acknowledged:
             abandon = len(responded) > len(missing) or self.reminders[src] >= _ENOUGH_REMINDERS
         else:
             # With every attempt, members that have the mean count less: a member that has sent its whole part may have
@@ -180,21 +151,18 @@ class Coordinator:
 
     def _acknowledge(self, src: int, message: ControlMessage) -> Outbox:
         """Handle an acknowledgement: commit the step if all members have the mean."""
-        if message.all_reduce and message.all_reduce == self.all_reduces:
-            self.busy.discard(src)
-        acknowledged = (message.step, message.attempt, message.all_reduce)
-        if acknowledged != (self.step, self.attempt, self.all_reduce) or src not in self.members:
+        if (message.step, message.attempt) != (self.step, self.attempt) or src not in self.members:
             return []
         self.acknowledged.add(src)
         if len(self.acknowledged) < len(self.members):
             return []
-        commit = ControlMessage(Kind.COMMIT, self.step, self.attempt, all_reduce=self.all_reduce, members=self.members)
+        commit = ControlMessage(Kind.COMMIT, self.step, self.attempt, members=self.members)
         outbox = [(dst, commit) for dst in self.ready]
-        self.last, self.last_attempt, self.last_all_reduce = self.members, self.attempt, self.all_reduce
+        self.last, self.last_attempt = self.members, self.attempt
         self.begin(self.step + 1)
         return outbox
 
     def _end_attempt(self) -> None:
-        self.members, self.all_reduce = (), 0
+        self.members = ()
         self.acknowledged.clear()
         self.reminders.clear()

@@ -43,13 +43,7 @@ class SendState(NamedTuple):
     dst: int
 
 
-class JoinAllReduce(NamedTuple):
-    """Take part in an all-reduce, after the queued ones."""
-
-    start: ControlMessage
-
-
-Action = Send | SendState | JoinAllReduce
+Action = Send | SendState
 
 
 @dataclass
@@ -71,8 +65,6 @@ class Member:
         transfer: the transfer of a state to this rank, while it catches up.
         state_requests: ranks that requested a state that this rank does not have yet, with its first valid step.
         barriers: the number of barriers that each rank has reached.
-        all_reduces: the number of the latest all-reduce that was started on this rank.
-        latest_mean: the number and the mean of the latest all-reduce that has ended on this rank.
         reduction_seconds: the durations of the latest reductions.
     """
 
@@ -90,8 +82,6 @@ class Member:
     transfer: StateTransfer | None = None
     state_requests: dict[int, int] = field(default_factory=dict[int, int])
     barriers: Counter[int] = field(default_factory=Counter[int])
-    all_reduces: int = 0
-    latest_mean: tuple[int, Tensor] | None = None
     reduction_seconds: deque[float] = field(default_factory=lambda: deque[float](maxlen=_WINDOW))
 
     # -- a step -----------------------------------------------------------------------------------------------------
@@ -140,13 +130,12 @@ class Member:
         return current.outcome
 
     def write_mean_(self, current: Round, gradient: Tensor) -> None:
-        """Overwrite a gradient with the step's mean if this rank has it, as members and all-reduces do."""
-        mean = self._mean_of(current)
-        if isinstance(mean, Tensor):
-            gradient.copy_(mean)
-        elif mean is not None:
-            mean.write_(gradient)
-        current.has_mean = mean is not None
+        """Overwrite a gradient with the step's mean if this rank has it, as members do."""
+        outcome, reduction = current.outcome, current.reduction
+        committed = outcome is not None and outcome.kind is Kind.COMMIT
+        if committed and reduction is not None and reduction.attempt == outcome.attempt and reduction.done:
+            reduction.write_(gradient)
+            current.has_mean = True
 
     def recover(self, now: float) -> list[Action]:
         """Ask a member for the state after the step that this rank missed, or a later one."""
@@ -239,18 +228,6 @@ class Member:
         living = self._others()
         return [rank for rank in ranks if rank in living] or living
 
-    def _mean_of(self, current: Round) -> Tensor | MessageReduction | None:
-        """Return the mean of the decided step, if this rank has it: in one piece, or as a reduction."""
-        outcome, reduction = current.outcome, current.reduction
-        if outcome is None or outcome.kind is not Kind.COMMIT:
-            return None
-        if outcome.all_reduce:
-            means = filter(None, (current.all_reduced, self.latest_mean))
-            return next((mean for number, mean in means if number == outcome.all_reduce), None)
-        if reduction is None or reduction.attempt != outcome.attempt or not reduction.done:
-            return None
-        return reduction
-
     # -- time --------------------------------------------------------------------------------------------------------
 
     def time_passed(self, now: float) -> list[Action]:
@@ -316,12 +293,8 @@ class Member:
         elif message.kind in (Kind.READY, Kind.ACK):
             if self.coordinator is not None:
                 return self._post(self.coordinator.receive(src, message, now), now)
-        elif src == self.coordinator_rank:
-            if self.round is not None and self.round.outcome is None:
-                self._follow(self.round, message, now)
-            if message.kind is Kind.START and message.all_reduce > self.all_reduces:
-                self.all_reduces = message.all_reduce
-                return [JoinAllReduce(message)]
+        elif src == self.coordinator_rank and self.round is not None and self.round.outcome is None:
+            self._follow(self.round, message, now)
         return []
 
     def receive_gradient(self, src: int, chunk: GradientChunk) -> None:
@@ -345,9 +318,7 @@ class Member:
         elif message.step != current.step:
             return
         elif message.kind is Kind.START and message.attempt > current.attempt and self.rank in message.members:
-            reduction = None
-            if not message.all_reduce:
-                reduction = MessageReduction(self.partition, self.rank, message.members, message.step, message.attempt)
+            reduction = MessageReduction(self.partition, self.rank, message.members, message.step, message.attempt)
             current.start(message.attempt, reduction, now)
         elif message.kind is Kind.COMMIT:
             current.outcome = message
@@ -376,29 +347,3 @@ class Member:
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.size) if rank not in self.gone and rank != self.rank]
-
-    # -- all-reduces -------------------------------------------------------------------------------------------------
-
-    def read_gradient(self, start: ControlMessage) -> Tensor | None:
-        """Return the gradient for an all-reduce, locked until `release_gradient`; None if this rank adds zeros.
-
-        It adds zeros if it is not a member, or does not wait for this step any more.
-        """
-        current = self.round
-        if current is None or self.rank not in start.members or current.step != start.step or current.outcome:
-            return None
-        current.in_use = True
-        return current.gradient
-
-    def release_gradient(self) -> None:
-        """Release the gradient."""
-        assert self.round is not None, "a round is not over while its gradient is in use"
-        self.round.in_use = False
-
-    def all_reduce_ended(self, start: ControlMessage, mean: Tensor, now: float) -> list[Action]:
-        """Keep the mean and notify the coordinator, which may start another all-reduce when all ranks have."""
-        self.latest_mean = start.all_reduce, mean
-        if self.round is not None and self.round.step == start.step:
-            self.round.all_reduced = self.latest_mean
-        message = ControlMessage(Kind.ACK, start.step, start.attempt, all_reduce=start.all_reduce)
-        return self._to_coordinator(message, now)

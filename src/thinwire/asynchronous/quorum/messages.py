@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_FIELDS = 7
+_FIELDS = 6
 _HEADER = 4
 HEADER_BYTES = 8 * _HEADER
 
@@ -19,8 +19,8 @@ class Kind(IntEnum):
     """The purpose of a control message."""
 
     READY = 0  # to the coordinator: my gradient of this step is ready; repeated while the sender waits
-    ACK = 1  # to the coordinator: I have the mean of this attempt, or the all-reduce has ended on my rank
-    START = 2  # to members, or to all ranks for an all-reduce: average the gradients of these members
+    ACK = 1  # to the coordinator: I have the mean of this attempt
+    START = 2  # to members: average the gradients of these members
     COMMIT = 3  # to all ranks that are ready: the step is decided, with these members
     LATE = 4  # to one rank: its step is already committed; these are the members of the latest step
     REFUSED = 5  # to all ranks that are ready: the optimizers of these two ranks have different settings
@@ -37,8 +37,6 @@ class ControlMessage(NamedTuple):
         attempt: the attempt at that step; in LATE, at the previous one; in BARRIER, its number, from 1.
         digest: the digest of the optimizer's settings.
         microseconds: the computation time of the gradient.
-        all_reduce: the number of the averaging all-reduce, from 1; in LATE, the one that averaged the latest step. 0 if
-            members average by messages.
         answers: in LATE, the step that it answers.
         members: the member ranks.
     """
@@ -48,7 +46,6 @@ class ControlMessage(NamedTuple):
     attempt: int = 0
     digest: int = 0
     microseconds: int = 0
-    all_reduce: int = 0
     answers: int = 0
     members: tuple[int, ...] = ()
 
@@ -62,9 +59,9 @@ class ControlMessage(NamedTuple):
 
 def decode_control(numbers: Sequence[int]) -> ControlMessage:
     """Decode a control message."""
-    kind, step, attempt, digest, microseconds, all_reduce, answers = numbers[:_FIELDS]
+    kind, step, attempt, digest, microseconds, answers = numbers[:_FIELDS]
     members = tuple(rank for rank, flag in enumerate(numbers[_FIELDS:]) if flag)
-    return ControlMessage(Kind(kind), step, attempt, digest, microseconds, all_reduce, answers, members)
+    return ControlMessage(Kind(kind), step, attempt, digest, microseconds, answers, members)
 
 
 def control_length(size: int) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from thinwire.asynchronous.quorum.messages import HEADER_BYTES, ControlMessage, Kind, control_length
 from thinwire.asynchronous.quorum.participant import Participant
 from thinwire.asynchronous.quorum.reductions import Partition
-from thinwire.asynchronous.quorum.rules import QuorumRule, Reduction
+from thinwire.asynchronous.quorum.rules import QuorumRule
 from thinwire.core.comm.counting import CountingComm
 from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
@@ -26,12 +26,10 @@ class CountingParticipant:
     Args:
         r: the replica, on a `CountingComm`.
         rule: decides for how many ranks to wait.
-        reduction: the reduction by which members average.
         coordinator: the rank that decides.
     """
 
-    def __init__(self, r: Replica, rule: QuorumRule, reduction: Reduction, *, coordinator: int) -> None:
-        self._use_all_reduce = reduction == "all_reduce"
+    def __init__(self, r: Replica, rule: QuorumRule, *, coordinator: int) -> None:
         self._comm, self._coordinator = r.comm, coordinator
         self._partition = Partition(r.x.numel(), rule.least, r.x.dtype)
         self._members = tuple(sorted((r.comm.rank + offset) % r.comm.size for offset in range(rule.least)))
@@ -41,25 +39,17 @@ class CountingParticipant:
         """Count the messages of a step; the gradient is unchanged."""
         rank, size = self._comm.rank, self._comm.size
         others = [member for member in self._members if member != rank]
-        all_others = [other for other in range(size) if other != rank]
         control = torch.empty(control_length(size), dtype=torch.int64, device="meta")
         if self._coordinator == rank:
-            # READY and ACK from each member, START and COMMIT to it; an all-reduce starts and ends on all ranks.
-            self._comm.send_recv(control, all_others if self._use_all_reduce else others, others).wait()
-            self._comm.send_recv(control, others, all_others if self._use_all_reduce else others).wait()
+            for _ in range(2):  # READY and ACK from each member, START and COMMIT to it
+                self._comm.send_recv(control, others, others).wait()
         else:
             for _ in range(2):
                 self._comm.send_recv(control, [self._coordinator], [self._coordinator]).wait()
-        if self._use_all_reduce:
-            whole = torch.empty(self._partition.numel, dtype=self._partition.dtype, device="meta")
-            self._comm.all_reduce_(whole).wait()
-        else:
-            chunk = torch.empty(HEADER_BYTES + self._partition.nbytes, dtype=torch.uint8, device="meta")
-            for _ in range(2):  # the members' own parts, then their means
-                self._comm.send_recv(chunk, others, others).wait()
-        self.outcome = ControlMessage(
-            Kind.COMMIT, self._comm.step, 1, all_reduce=int(self._use_all_reduce), members=self._members
-        )
+        chunk = torch.empty(HEADER_BYTES + self._partition.nbytes, dtype=torch.uint8, device="meta")
+        for _ in range(2):  # the members' own parts, then their means
+            self._comm.send_recv(chunk, others, others).wait()
+        self.outcome = ControlMessage(Kind.COMMIT, self._comm.step, 1, members=self._members)
         return self.outcome
 
     @property
@@ -88,29 +78,24 @@ class CountingParticipant:
 
 
 def open_participant(
-    r: Replica, rule: QuorumRule, reduction: Reduction, *, coordinator: int, retry_seconds: float, names: Sequence[str]
+    r: Replica, rule: QuorumRule, *, coordinator: int, retry_seconds: float, names: Sequence[str]
 ) -> None:
     """Open a quorum of all ranks' replicas; `participant_of(r)` then returns this rank's side.
 
     Args:
         r: the replica.
         rule: decides for how many ranks to wait, and how long.
-        reduction: how members average.
         coordinator: the rank that decides.
         retry_seconds: the least time before a waiting rank sends READY again.
         names: entries of the replica's state that a late rank must receive.
 
     Raises:
-        ConfigError: `r` is a part of a replica, the comm has no connections for the all-reduces that `reduction`
-            requires, or `Comm.open_mailbox` fails.
+        ConfigError: `r` is a part of a replica, or `Comm.open_mailbox` fails.
     """
     if isinstance(r.comm, CountingComm):
-        _participants[r] = CountingParticipant(r, rule, reduction, coordinator=coordinator)
-        return
-    side_comm = r.comm.duplicate() if reduction == "all_reduce" else None
-    _participants[r] = Participant(
-        r, rule, side_comm, coordinator=coordinator, retry_seconds=retry_seconds, names=names
-    )
+        _participants[r] = CountingParticipant(r, rule, coordinator=coordinator)
+    else:
+        _participants[r] = Participant(r, rule, coordinator=coordinator, retry_seconds=retry_seconds, names=names)
 
 
 def participant_of(r: Replica) -> Participant | CountingParticipant:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's side of a quorum in a real process: connections, threads and a clock around a `Member`.
 
-Three kinds of threads meet here. The training thread calls the public methods and waits in them. Control messages and
+Two kinds of threads meet here. The training thread calls the public methods and waits in them. Control messages and
 chunks are handled in the thread in which the mailbox delivers them, under the mailbox's lock, so that a computing rank
-(also the coordinator) answers others. All-reduces run in a separate thread.
+(also the coordinator) answers others.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from weakref import WeakMethod, proxy
 import torch
 from torch import Tensor
 
-from thinwire.asynchronous.quorum.all_reduces import AllReduceThread, wait_while_possible
 from thinwire.asynchronous.quorum.coordinator import Coordinator
-from thinwire.asynchronous.quorum.member import Action, Member, Send, SendState
+from thinwire.asynchronous.quorum.member import Action, Member, Send
 from thinwire.asynchronous.quorum.messages import (
     HEADER_BYTES,
     ControlMessage,
@@ -35,7 +34,7 @@ from thinwire.asynchronous.quorum.reductions import Partition
 from thinwire.asynchronous.quorum.rounds import Round
 from thinwire.asynchronous.quorum.rules import QuorumRule
 from thinwire.asynchronous.quorum.state_transfer import digest, pack, split_state, unpack_
-from thinwire.core.comm.base import Comm, named
+from thinwire.core.comm.base import named
 from thinwire.core.comm.mailbox.base import Mailbox, Message
 from thinwire.core.comm.runtime import Runtime
 from thinwire.core.replica.point_to_point import open_mailbox
@@ -71,7 +70,6 @@ class Participant:
     Args:
         r: the replica.
         rule: decides for how many ranks to wait, and how long.
-        side_comm: a separate comm for all-reduces; None if members average by messages only.
         coordinator: the rank that decides.
         retry_seconds: the least time before a waiting rank sends READY again.
         names: entries of the replica's state that a late rank must receive.
@@ -82,7 +80,6 @@ class Participant:
         self,
         r: Replica,
         rule: QuorumRule,
-        side_comm: Comm | None,
         *,
         coordinator: int,
         retry_seconds: float,
@@ -95,7 +92,7 @@ class Participant:
         partition = Partition(r.x.numel(), rule.least, r.x.dtype)
         self._member = Member(self.rank, size, rule.least, coordinator, partition, retry_seconds, self._clock(), r.step)
         if self.rank == coordinator:
-            self._member.coordinator = Coordinator(rule, use_all_reduce=side_comm is not None)
+            self._member.coordinator = Coordinator(rule)
         self._packed: tuple[int, Tensor] | None = None
         self._timer_at, self._looked_at = inf, -inf
         self._told = set[int]()
@@ -104,7 +101,6 @@ class Participant:
         like = torch.empty(largest, dtype=torch.uint8, device=r.x.device)
         self._box: Mailbox = proxy(open_mailbox(r, like, capacity=_CAPACITY))
         self._box.tolerant = True
-        self._all_reduces = AllReduceThread(self._box.changed)
         self._others = others = [other for other in range(size) if other != self.rank]
         self._box.lost_among(others)  # connects: only a connection shows the later loss of a rank
         gradient_bytes, state_bytes = HEADER_BYTES + partition.nbytes, HEADER_BYTES + self._state_chunk_bytes
@@ -115,14 +111,6 @@ class Participant:
         ):
             like = torch.empty(length, dtype=dtype, device="cpu")
             self._box.on_message(topic, weak_callback(handler, True), like=like, src=others)
-        if side_comm is not None:
-            self._all_reduces.run_in_background(
-                side_comm,
-                contribute=weak_callback(self._all_reduce_input, self._zeros()),
-                finish=weak_callback(self._all_reduce_ended, None),
-                wait=wait_while_possible(r),
-                runtime=runtime,
-            )
 
     # -- called by the strategy, in the training thread --------------------------------------------------------------
 
@@ -149,8 +137,6 @@ class Participant:
 
     def contribute(self, gradient: Tensor) -> ControlMessage:
         """Contribute a gradient to the step, and replace it with the members' mean if this rank has it.
-
-        Members have it, and so does a late rank that took part in the all-reduce while it computed.
 
         Returns:
             The decision: COMMIT with the members of the step, or LATE with those of the latest step.
@@ -183,8 +169,6 @@ class Participant:
         if self.is_member(outcome):
             self._comm.meter.waited("mean", current.started, current.started, end, current.step)
         if outcome.kind is Kind.COMMIT:
-            if number := outcome.all_reduce:
-                self._wait(lambda: not self._all_reduces.is_pending(number), f"all-reduce {number}")
             self._member.write_mean_(current, gradient)
         return outcome
 
@@ -211,7 +195,6 @@ class Participant:
         with self._box.changed:
             self._packed = None
             self._box.follow_stream()
-            self._all_reduces.flush_meter(self._comm.meter)
             self._perform(self._member.end_step(self._r.step, self._clock()))
         self._box.process_deferred()  # raises errors of other threads
 
@@ -232,7 +215,6 @@ class Participant:
         with self._box.changed:
             self._perform(member.enter_barrier(self._r.step, start))
             self._wait_until(missing, f"{{ranks}} to end step {self._r.step}")
-            self._all_reduces.flush_meter(self._comm.meter)
         self._comm.meter.waited("barrier", start, start, self._clock(), self._r.step)
 
     # -- helpers of the training thread ------------------------------------------------------------------------------
@@ -247,7 +229,7 @@ class Participant:
     def _begin_update(self, current: Round) -> ControlMessage | None:
         """Return the decision on the step, or None before it."""
         with self._box.changed:
-            return self._member.begin_update(current, self._clock()) if current.is_over else None
+            return None if current.outcome is None else self._member.begin_update(current, self._clock())
 
     def _can_continue(self, current: Round) -> bool:
         """Return True if the step is decided, or this rank has work for it."""
@@ -257,7 +239,7 @@ class Participant:
                 f"step {current.step}: the optimizers of ranks {first} and {second} have different settings. A "
                 "schedule that counts each worker's own steps causes this: make it a function of worker.step"
             )
-        return current.is_over or current.has_work
+        return current.outcome is not None or current.has_work
 
     def _advance(self, current: Round) -> None:
         """Send chunks, average the own part, and acknowledge the complete mean."""
@@ -336,10 +318,8 @@ class Participant:
         for action in actions:
             if isinstance(action, Send):
                 self._box.send(action.dst, action.message.encode(self._member.size), topic=_CONTROL)
-            elif isinstance(action, SendState):
-                self._send_state(action.dst)
             else:
-                self._all_reduces.enqueue(action.start)
+                self._send_state(action.dst)
         seconds = None if self._member.coordinator is None else self._member.coordinator.seconds_to_wait(self._clock())
         # One timer is enough, unless an earlier action is due.
         if seconds is not None and self._clock() + seconds < self._timer_at - _MIN_WAIT_SECONDS:
@@ -370,26 +350,3 @@ class Participant:
     def _on_state(self, message: Message) -> bool:
         self._member.receive_state(message.src, decode_state_chunk(message.content))
         return True
-
-    # -- in the all-reduce thread ------------------------------------------------------------------------------------
-
-    def _zeros(self) -> Tensor:
-        return torch.zeros(self._member.partition.numel, dtype=self._member.partition.dtype, device="cpu")
-
-    def _all_reduce_input(self, start: ControlMessage) -> Tensor:
-        """Return this rank's contribution: a copy of its gradient if it is a waiting member, else zeros."""
-        with self._box.changed:
-            gradient = self._member.read_gradient(start)
-        if gradient is None:
-            return self._zeros()
-        try:
-            return gradient.clone()  # outside the lock: it may take long, while messages are handled
-        finally:
-            with self._box.changed:
-                self._member.release_gradient()
-                self._box.changed.notify_all()
-
-    def _all_reduce_ended(self, start: ControlMessage, mean: Tensor) -> None:
-        with self._box.changed:
-            self._perform(self._member.all_reduce_ended(start, mean, self._clock()))
-            self._box.changed.notify_all()

@@ -24,11 +24,9 @@ class Round:
         notified: the time of the last READY.
         started: the time at which the latest attempt with this rank as a member started.
         attempt: the latest attempt with this rank as a member; 0 before the first.
-        reduction: the reduction of that attempt; None for an all-reduce.
+        reduction: the reduction of that attempt; None before the first.
         early: chunks of attempts that have not started on this rank, with their senders.
         outcome: COMMIT or LATE after the decision; None before it.
-        all_reduced: the number of the latest all-reduce of this step, and its mean.
-        in_use: whether an all-reduce reads the gradient, which must not change until then.
         has_mean: whether the mean of the members replaced the gradient.
         refused: two ranks whose optimizers have different settings.
     """
@@ -43,27 +41,20 @@ class Round:
     reduction: MessageReduction | None = None
     early: list[tuple[int, GradientChunk]] = field(default_factory=list[tuple[int, GradientChunk]])
     outcome: ControlMessage | None = None
-    all_reduced: tuple[int, Tensor] | None = None
-    in_use: bool = False
     has_mean: bool = False
     refused: tuple[int, ...] = ()
-
-    @property
-    def is_over(self) -> bool:
-        """Return True if the step is decided and the gradient is not in use."""
-        return self.outcome is not None and not self.in_use
 
     @property
     def has_work(self) -> bool:
         """Return True if this rank has something to compute or to send for the step."""
         return self.outcome is None and self.reduction is not None and self.reduction.has_work
 
-    def start(self, attempt: int, reduction: MessageReduction | None, now: float) -> None:
+    def start(self, attempt: int, reduction: MessageReduction, now: float) -> None:
         """Start an attempt."""
         self.attempt, self.reduction, self.started = attempt, reduction, now
         # Another member may have started this attempt earlier, so that its chunks arrive before START.
         for src, chunk in self.early:
-            if chunk.attempt == attempt and reduction is not None:
+            if chunk.attempt == attempt:
                 reduction.receive(src, chunk)
         self.early = [(src, chunk) for src, chunk in self.early if chunk.attempt > attempt]
 

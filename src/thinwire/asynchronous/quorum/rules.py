@@ -10,7 +10,6 @@ from statistics import fmean, median
 from typing import Literal
 
 Choice = Literal["fixed", "deadline"]
-Reduction = Literal["messages", "all_reduce"]
 _WINDOW = 64  # the latest times that are kept for each rank
 _MIN_SAMPLES = 4  # times needed from each of `least` ranks before times are used
 

@@ -40,7 +40,7 @@ def _call_later(seconds: float, call: Callable[[], None]) -> None:
 
 
 def _start_thread(run: Callable[[], None]) -> None:
-    threading.Thread(target=run, daemon=True, name="thinwire-all-reduce").start()
+    threading.Thread(target=run, daemon=True, name="thinwire").start()
 
 
 @dataclass(frozen=True)
