@@ -165,7 +165,7 @@ class BackupWorkers(Strategy):
         return Work(contribute)
 
     def after_step(self, r: Replica) -> None:
-        """Record the members; a rank that does not have the mean replaces its state by a member's."""
+        """Record the members; a late rank replaces its state by a member's."""
         if not self.backups:
             return
         participant, step = participant_of(r), r.step
@@ -174,11 +174,10 @@ class BackupWorkers(Strategy):
             raise ConfigError(
                 f"step {step - 1}: optimizer.step() without a backward pass. Call loss.backward() before each step"
             )
-        if not participant.has_mean:
-            participant.recover()  # the log too, and r.step
-        else:
+        if on_time := participant.is_member(outcome):
             write_log(r, outcome.members)
-        on_time = participant.is_member(outcome)
+        else:
+            participant.recover()  # the log too, and r.step
         r.metrics["on_time"] = float(on_time)
         r.metrics["steps_missed"] = float(r.step - step + (not on_time))
         for rank, used in enumerate(r.state[USED][:_MAX_RANKS_IN_METRICS].tolist()):

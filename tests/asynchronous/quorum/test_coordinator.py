@@ -36,7 +36,7 @@ def run_step(coordinator: Coordinator, ranks: list[int], now: float = 0.0) -> tu
 def test_the_first_ranks_to_be_ready_are_members_and_others_are_late() -> None:
     coordinator = Coordinator(QuorumRule(4, 3))
     assert run_step(coordinator, [2, 0, 3]) == (0, 2, 3)
-    assert coordinator.receive(1, ready(0), 0.0) == [(1, ControlMessage(Kind.LATE, 1, 1, answers=0, members=(0, 2, 3)))]
+    assert coordinator.receive(1, ready(0), 0.0) == [(1, ControlMessage(Kind.LATE, 1, answers=0, members=(0, 2, 3)))]
 
 
 def test_a_rank_that_is_ready_during_a_reduction_learns_of_the_commit() -> None:

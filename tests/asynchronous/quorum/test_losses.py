@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.asynchronous.quorum.test_member import CHOICES, check, member, start, waiting, world_of
-from tests.asynchronous.quorum.world import NUMEL, Move, World, gradient_of
+from tests.asynchronous.quorum.world import NUMEL, Move, World
 from thinwire.asynchronous.quorum.member import Member, Send
 from thinwire.asynchronous.quorum.messages import ControlMessage, Kind
 from thinwire.asynchronous.quorum.reductions import Partition
@@ -96,7 +96,6 @@ def late() -> Member:
     one.receive(0, ControlMessage(Kind.LATE, 5, members=(0, 2)), 1.0)
     assert one.round is not None
     one.begin_update(one.round, 1.0)
-    one.write_mean_(one.round, gradient_of(1, 0))
     one.recover(1.0)
     return one
 

@@ -217,14 +217,14 @@ class World:
             self.perform(number, member.time_passed(self.now))
         else:
             rank.gradient, rank.phase = gradient_of(number, step), "updating"
-            member.begin_update(current, self.now)
-            member.write_mean_(current, rank.gradient)
+            if member.is_member(member.begin_update(current, self.now)):
+                member.write_mean_(current, rank.gradient)
 
     def _update(self, number: int, rank: Rank) -> None:
         current, step = rank.member.round, len(rank.log)
         assert current is not None
         assert current.outcome is not None
-        if not current.has_mean:
+        if not rank.member.is_member(current.outcome):
             rank.phase = "catching up"
             self.perform(number, rank.member.recover(self.now))
             return

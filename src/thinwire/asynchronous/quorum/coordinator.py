@@ -37,7 +37,6 @@ class Coordinator:
         attempt: the number of the latest attempt at this step, from 1; 0 before the first.
         members: the members of the attempt in progress; empty if none is in progress.
         last: members of the latest committed step.
-        last_attempt: the number of the attempt that committed it; 0 if unknown.
         opened: when the first of the ready ranks began to compute, in seconds.
         ready: ranks that are ready in the order of arrival, each with its first READY message.
         acknowledged: members that hold the mean.
@@ -50,7 +49,6 @@ class Coordinator:
     attempt: int = 0
     members: tuple[int, ...] = ()
     last: tuple[int, ...] = ()
-    last_attempt: int = 0
     opened: float = 0.0
     ready: dict[int, ControlMessage] = field(default_factory=dict[int, ControlMessage])
     acknowledged: set[int] = field(default_factory=set[int])
@@ -93,7 +91,7 @@ class Coordinator:
         if message.step < self.step:
             if message.step == self.step - 1 and src in self.last:
                 return []  # its COMMIT is on its way
-            late = ControlMessage(Kind.LATE, self.step, self.last_attempt, answers=message.step, members=self.last)
+            late = ControlMessage(Kind.LATE, self.step, answers=message.step, members=self.last)
             return [(src, late)]
         if message.step > self.step:
             self.begin(message.step)  # all ranks have loaded the checkpoint of a later step
@@ -158,7 +156,7 @@ class Coordinator:
             return []
         commit = ControlMessage(Kind.COMMIT, self.step, self.attempt, members=self.members)
         outbox = [(dst, commit) for dst in self.ready]
-        self.last, self.last_attempt = self.members, self.attempt
+        self.last = self.members
         self.begin(self.step + 1)
         return outbox
 

@@ -97,7 +97,7 @@ class Member:
             now: the time.
         """
         ready = ControlMessage(Kind.READY, step, 0, digest, int(1e6 * (began - self.computing_since)))
-        self.round = Round(step, gradient, ready, began, now)
+        self.round = Round(step, gradient, ready, now)
         return self._to_coordinator(ready, now)
 
     def advance(self, current: Round) -> list[tuple[int, GradientChunk]]:
@@ -130,12 +130,9 @@ class Member:
         return current.outcome
 
     def write_mean_(self, current: Round, gradient: Tensor) -> None:
-        """Overwrite a gradient with the step's mean if this rank has it, as members do."""
-        outcome, reduction = current.outcome, current.reduction
-        committed = outcome is not None and outcome.kind is Kind.COMMIT
-        if committed and reduction is not None and reduction.attempt == outcome.attempt and reduction.done:
-            reduction.write_(gradient)
-            current.has_mean = True
+        """Overwrite a gradient with the mean of a committed step, which all its members hold."""
+        assert current.reduction is not None, "a member has acknowledged the mean"
+        current.reduction.write_(gradient)
 
     def recover(self, now: float) -> list[Action]:
         """Ask a member for the state after the step that this rank missed, or a later one."""
@@ -310,11 +307,7 @@ class Member:
     def _follow(self, current: Round, message: ControlMessage, now: float) -> None:
         """Follow the coordinator's decision on this rank's step."""
         if message.kind is Kind.LATE and message.answers == current.step:
-            missed = message.step - current.step
-            # A rank that is late by one step may have the mean already, as if it had been in time.
-            current.outcome = (
-                message if missed > 1 else message._replace(kind=Kind.COMMIT, step=current.step, answers=0)
-            )
+            current.outcome = message
         elif message.step != current.step:
             return
         elif message.kind is Kind.START and message.attempt > current.attempt and self.rank in message.members:

@@ -34,7 +34,7 @@ class ControlMessage(NamedTuple):
     Attributes:
         kind: its purpose.
         step: the training step.
-        attempt: the attempt at that step; in LATE, at the previous one; in BARRIER, its number, from 1.
+        attempt: the attempt at that step; in BARRIER, its number, from 1.
         digest: the digest of the optimizer's settings.
         microseconds: the computation time of the gradient.
         answers: in LATE, the step that it answers.

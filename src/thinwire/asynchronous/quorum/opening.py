@@ -52,11 +52,6 @@ class CountingParticipant:
         self.outcome = ControlMessage(Kind.COMMIT, self._comm.step, 1, members=self._members)
         return self.outcome
 
-    @property
-    def has_mean(self) -> bool:
-        """Return True."""
-        return True
-
     def is_member(self, outcome: ControlMessage) -> bool:
         """Return True."""
         return outcome.kind is Kind.COMMIT

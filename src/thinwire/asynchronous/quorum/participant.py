@@ -23,7 +23,6 @@ from thinwire.asynchronous.quorum.member import Action, Member, Send
 from thinwire.asynchronous.quorum.messages import (
     HEADER_BYTES,
     ControlMessage,
-    Kind,
     control_length,
     decode_control,
     decode_gradient_chunk,
@@ -36,7 +35,6 @@ from thinwire.asynchronous.quorum.rules import QuorumRule
 from thinwire.asynchronous.quorum.state_transfer import digest, pack, split_state, unpack_
 from thinwire.core.comm.base import named
 from thinwire.core.comm.mailbox.base import Mailbox, Message
-from thinwire.core.comm.runtime import Runtime
 from thinwire.core.replica.point_to_point import open_mailbox
 from thinwire.core.replica.replica import Replica
 from thinwire.errors import CommError, MismatchError, PeerLostError
@@ -73,7 +71,6 @@ class Participant:
         coordinator: the rank that decides.
         retry_seconds: the least time before a waiting rank sends READY again.
         names: entries of the replica's state that a late rank must receive.
-        runtime: the clock and the threads; by default those of the comm.
     """
 
     def __init__(
@@ -84,11 +81,9 @@ class Participant:
         coordinator: int,
         retry_seconds: float,
         names: Sequence[str],
-        runtime: Runtime | None = None,
     ) -> None:
         self._r, self._comm, self._names = proxy(r), r.comm, names
-        self._runtime = runtime = runtime or r.comm.runtime
-        self.rank, size, self._clock = r.comm.rank, r.comm.size, runtime.clock
+        self.rank, size, self._clock = r.comm.rank, r.comm.size, r.comm.runtime.clock
         partition = Partition(r.x.numel(), rule.least, r.x.dtype)
         self._member = Member(self.rank, size, rule.least, coordinator, partition, retry_seconds, self._clock(), r.step)
         if self.rank == coordinator:
@@ -126,17 +121,12 @@ class Participant:
             self._look_for_losses(self._others)
         return sorted(self._member.gone)
 
-    @property
-    def has_mean(self) -> bool:
-        """Return True if the mean replaced the contributed gradient, so that this rank can take the step."""
-        return self._member.round is not None and self._member.round.has_mean
-
     def is_member(self, outcome: ControlMessage) -> bool:
-        """Return True if this rank's gradient was used."""
+        """Return True if this rank's gradient was used, so that it holds the mean and can take the step."""
         return self._member.is_member(outcome)
 
     def contribute(self, gradient: Tensor) -> ControlMessage:
-        """Contribute a gradient to the step, and replace it with the members' mean if this rank has it.
+        """Contribute a gradient to the step; members replace it with their mean.
 
         Returns:
             The decision: COMMIT with the members of the step, or LATE with those of the latest step.
@@ -168,7 +158,6 @@ class Participant:
         self._comm.meter.waited("quorum", start, start, current.started or end, current.step)
         if self.is_member(outcome):
             self._comm.meter.waited("mean", current.started, current.started, end, current.step)
-        if outcome.kind is Kind.COMMIT:
             self._member.write_mean_(current, gradient)
         return outcome
 
@@ -324,7 +313,7 @@ class Participant:
         # One timer is enough, unless an earlier action is due.
         if seconds is not None and self._clock() + seconds < self._timer_at - _MIN_WAIT_SECONDS:
             self._timer_at = self._clock() + seconds
-            self._runtime.call_later(seconds, weak_callback(self._on_timer, None))
+            self._comm.runtime.call_later(seconds, weak_callback(self._on_timer, None))
 
     def _send_state(self, dst: int) -> None:
         if self._packed is None:

@@ -20,28 +20,24 @@ class Round:
         step: the training step.
         gradient: this rank's gradient, on the CPU.
         ready: the READY message.
-        began: the time of the contribution.
         notified: the time of the last READY.
         started: the time at which the latest attempt with this rank as a member started.
         attempt: the latest attempt with this rank as a member; 0 before the first.
         reduction: the reduction of that attempt; None before the first.
         early: chunks of attempts that have not started on this rank, with their senders.
         outcome: COMMIT or LATE after the decision; None before it.
-        has_mean: whether the mean of the members replaced the gradient.
         refused: two ranks whose optimizers have different settings.
     """
 
     step: int
     gradient: Tensor
     ready: ControlMessage
-    began: float
     notified: float = 0.0
     started: float = 0.0
     attempt: int = 0
     reduction: MessageReduction | None = None
     early: list[tuple[int, GradientChunk]] = field(default_factory=list[tuple[int, GradientChunk]])
     outcome: ControlMessage | None = None
-    has_mean: bool = False
     refused: tuple[int, ...] = ()
 
     @property
