@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -57,6 +57,19 @@ class Progress:
     metrics: MutableMapping[str, float | Tensor] = field(default_factory=dict[str, float | Tensor])
 
 
+class _OfProgress(Generic[T]):
+    """An attribute of a replica that is stored in its `progress`, and so is the same for all its parts."""
+
+    def __set_name__(self, owner: type[Replica], name: str) -> None:
+        self._name = name
+
+    def __get__(self, r: Replica, owner: type[Replica]) -> T:
+        return getattr(r.progress, self._name)
+
+    def __set__(self, r: Replica, value: T) -> None:
+        setattr(r.progress, self._name, value)
+
+
 class Replica:
     """One worker's parameters and gradient as flat vectors, with named state, a step and operations in flight.
 
@@ -94,6 +107,13 @@ class Replica:
         >>> r.part("half", slice(0, 2)).x.fill_(5.0).tolist(), x.tolist()
         ([5.0, 5.0], [5.0, 5.0, 0.0, 0.0])
     """
+
+    active = _OfProgress[int]()
+    samples = _OfProgress[float]()
+    equal_start = _OfProgress[bool]()
+    postponed = _OfProgress[bool]()
+    loss = _OfProgress["Tensor | None"]()
+    metrics = _OfProgress[MutableMapping[str, "float | Tensor"]]()
 
     def __init__(
         self,
@@ -138,56 +158,6 @@ class Replica:
     @step.setter
     def step(self, value: int) -> None:
         self.progress.step = value - self._ahead
-
-    @property
-    def active(self) -> int:
-        """Ranks that still have data."""
-        return self.progress.active
-
-    @active.setter
-    def active(self, value: int) -> None:
-        self.progress.active = value
-
-    @property
-    def samples(self) -> float:
-        """This rank's weight in weighted averages of this step."""
-        return self.progress.samples
-
-    @samples.setter
-    def samples(self, value: float) -> None:
-        self.progress.samples = value
-
-    @property
-    def equal_start(self) -> bool:
-        """True if all ranks start from equal parameters."""
-        return self.progress.equal_start
-
-    @equal_start.setter
-    def equal_start(self, value: bool) -> None:
-        self.progress.equal_start = value
-
-    @property
-    def postponed(self) -> bool:
-        """True if means of parameters that would start at this step are left out."""
-        return self.progress.postponed
-
-    @postponed.setter
-    def postponed(self, value: bool) -> None:
-        self.progress.postponed = value
-
-    @property
-    def loss(self) -> Tensor | None:
-        """The loss of this step, if it was recorded."""
-        return self.progress.loss
-
-    @loss.setter
-    def loss(self, value: Tensor | None) -> None:
-        self.progress.loss = value
-
-    @property
-    def metrics(self) -> MutableMapping[str, float | Tensor]:
-        """Numbers about this step by name."""
-        return self.progress.metrics
 
     def count(self, name: str) -> None:
         """Add one to a figure of `metrics`, which is a count since `attach`."""
