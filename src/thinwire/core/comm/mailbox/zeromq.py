@@ -40,17 +40,14 @@ if TYPE_CHECKING:
     import zmq
 
 _LOGGER = logging.getLogger("thinwire")
-_EMPTY = torch.empty(0, dtype=torch.float32, device="cpu")
+_EMPTY = Message(0, 0, 0, torch.empty(0, dtype=torch.float32, device="cpu"))
 _SIOCGIFADDR = 0x8915
 _KEY_BYTES = 40  # a public key in ZeroMQ's text form
 _ROW_BYTES = 136  # a rank's key and address, as the ranks exchange them
 _POLL_SECONDS = 0.1
 _LINGER_MILLISECONDS = 1000
 _RECONNECT_SECONDS = 1.0  # a connection may be gone for this long before its rank counts as lost
-_NOTICE_SECONDS, _DOUBT_SECONDS = (
-    0.02,
-    0.01,
-)  # before a closed connection is checked, and again
+_NOTICE_SECONDS, _DOUBT_SECONDS = 0.02, 0.01  # before a closed connection is checked, and again
 _HEADROOM_BYTES = 4096
 _HANDSHAKE_MILLISECONDS = 10_000  # the limit for the admission of a connection
 
@@ -417,39 +414,29 @@ class ZeroMqMailbox(Mailbox):
     def _acknowledge(self, src: int, consumed: int) -> None:
         self._send_frame(Kind.ACKNOWLEDGEMENT, src, consumed)
 
-    def _send_frame(self, kind: Kind, dst: int, number: int, message: Message | None = None) -> bool:
-        content = _EMPTY if message is None else message.content
-        data = bytes_of(content)
+    def _send_frame(self, kind: Kind, dst: int, number: int, message: Message = _EMPTY) -> bool:
+        self._connect(dst)
+        return self._sockets.send(dst, self._frame(kind, dst, number, message))
+
+    def _frame(self, kind: Kind, dst: int, number: int, message: Message = _EMPTY) -> list[bytes | memoryview]:
+        data = bytes_of(message.content)
         header = Header(
             kind=kind,
-            dtype=dtype_number(content),
+            dtype=dtype_number(message.content),
             run=self._run,
             epoch=self._epoch,
             src=self._rank,
             dst=dst,
-            topic=0 if message is None else message.topic,
-            step=0 if message is None else message.step,
+            topic=message.topic,
+            step=message.step,
             number=number,
             nbytes=data.nbytes,
         )
-        self._connect(dst)
-        return self._sockets.send(dst, [header.pack(), *split(data)])
+        return [header.pack(), *split(data)]
 
     def _connect(self, dst: int) -> None:
         if dst not in self._sockets.farewells:
-            leaving = Header(
-                kind=Kind.LEAVING,
-                dtype=dtype_number(_EMPTY),
-                run=self._run,
-                epoch=self._epoch,
-                src=self._rank,
-                dst=dst,
-                topic=0,
-                step=0,
-                number=0,
-                nbytes=0,
-            )
-            self._sockets.farewells[dst] = [leaving.pack()]
+            self._sockets.farewells[dst] = self._frame(Kind.LEAVING, dst, 0)
         self._sockets.connect(dst, self._addresses[dst])
 
     def has_ended(self, rank: int) -> bool:
