@@ -8,13 +8,14 @@ import hashlib
 import logging
 import os
 import re
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from typing import NoReturn, TypeVar, cast
 from weakref import WeakSet
@@ -36,6 +37,7 @@ from thinwire.core.comm.rendezvous import (
     store_outlives_workers,
 )
 from thinwire.core.comm.roll_call import Failure, Findings, RollCall, within
+from thinwire.core.comm.runtime import complete
 from thinwire.core.comm.send_times import SendTimes
 from thinwire.core.comm.threads import single_worker
 from thinwire.core.comm.work import Work
@@ -534,30 +536,27 @@ class _Launcher:
         self, arrived: Callable[[], None] | None, launch: Callable[[], None], seconds: float
     ) -> Callable[[], str]:
         """Add a call; the result waits until it is launched, and returns the problem as text."""
-        ended, failed = threading.Event(), list[Exception]()
+        launched: Future[None] = Future()
 
         def run() -> None:
-            try:
-                if arrived is not None:
-                    arrived()
-                launch()
-            except Exception as error:
-                failed.append(error)
-            ended.set()
+            if arrived is not None:
+                arrived()
+            launch()
 
         def begun() -> str:
-            if not ended.wait(seconds):
+            try:
+                error = launched.exception(seconds)
+            except TimeoutError:
                 return "timed out before the message had arrived from the GPU"
-            if not failed:
+            if error is None:
                 return ""
-            error = failed[0]
             if isinstance(error, IndexError):
                 return "the connections were closed"
             if isinstance(error, RuntimeError):
                 return network_problem(error)
             raise error
 
-        self._calls.put(run)
+        self._calls.put(partial(complete, launched, run))
         return begun
 
     def end(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar
 
 from thinwire.core.comm.liveness import Processes, State
+from thinwire.core.comm.runtime import REAL
 from thinwire.core.validation import printable
 
 T = TypeVar("T")
@@ -255,21 +255,4 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     Raises:
         TimeoutError: the call did not return in time; its thread is left behind.
     """
-    # A daemon thread, so that a call that never returns does not keep the process alive.
-    results: list[T] = []
-    errors: list[Exception] = []
-
-    def body() -> None:
-        try:
-            results.append(call())
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=body, daemon=True, name="thinwire-store")
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise TimeoutError
-    return results[0]
+    return REAL.start(call).result(seconds)

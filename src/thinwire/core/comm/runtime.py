@@ -6,9 +6,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 class Condition(Protocol):
@@ -59,6 +62,20 @@ class Runtime:
     call_later: Callable[[float, Callable[[], None]], None] = _call_later
     start_thread: Callable[[Callable[[], None]], None] = _start_thread
 
+    def start(self, call: Callable[[], T]) -> Future[T]:
+        """Run a call in a new thread, which keeps no process alive if the call never returns."""
+        future: Future[T] = Future()
+        self.start_thread(lambda: complete(future, call))
+        return future
+
 
 REAL = Runtime()
 """The runtime of real training."""
+
+
+def complete(future: Future[T], call: Callable[[], T]) -> None:
+    """Run a call, and give its result or its error to a future."""
+    try:
+        future.set_result(call())
+    except Exception as error:
+        future.set_exception(error)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
@@ -60,26 +60,14 @@ class ViewComm(GroupComm):
         self._connect(_with_own_connection(store), range(size), {"cpu"})
 
     def _connected(self, connect: Callable[[], T]) -> T:
-        end = time.monotonic() + self.timeout
-        done: list[T] = []
-        failed: list[RuntimeError] = []
-
-        def body() -> None:
-            try:
-                done.append(connect())
-            except RuntimeError as error:
-                failed.append(error)
-
-        self.runtime.start_thread(body)
-        while not done and not failed:
+        connected, end = self.runtime.start(connect), time.monotonic() + self.timeout
+        while not connected.done():
             if time.monotonic() > end:
                 raise TimeoutError
             if self._lost():
                 raise RuntimeError(_GONE)
             time.sleep(_POLL_SECONDS)
-        if failed:
-            raise failed[0]
-        return done[0]
+        return connected.result()
 
     def _gather_rows(self, row: bytes) -> list[bytes]:
         # A worker that gets here reaches all others, and may be waiting for two that do not reach each other. They
@@ -155,24 +143,14 @@ class ViewComm(GroupComm):
     def _wait_for_messages(self, handles: Handles, end: float) -> str:
         # After a timeout in a wait for a message, Gloo closes the connection. So a thread waits without a timeout, and
         # is left behind if the other worker is gone.
-        waiting, done, ended = list(handles), threading.Event(), list[str | RuntimeError]()
+        waiting = list(handles)
         handles.clear()
-
-        def body() -> None:
-            try:
-                ended.append(try_wait(waiting, max(_POLL_SECONDS, end - time.monotonic())))
-            except RuntimeError as error:
-                ended.append(error)
-            done.set()
-
-        self.runtime.start_thread(body)
-        while not done.wait(_LOOK_SECONDS):
+        ended = self.runtime.start(lambda: try_wait(waiting, max(_POLL_SECONDS, end - time.monotonic())))
+        while not wait([ended], _LOOK_SECONDS).done:
             if self._lost():
                 waiting.clear()
                 return _GONE
-        if isinstance(ended[0], RuntimeError):
-            raise ended[0]
-        return ended[0]
+        return ended.result()
 
     def _failed(self, operation: str, problem: str, waited: float) -> ThinwireError:
         if self._fault is not None:
@@ -206,15 +184,8 @@ class ViewComm(GroupComm):
         """
         held: list[Any] = [*self._own, *(handle for handles in self._inflight.values() for handle in handles)]
         super()._close_connections()
-        closed = threading.Event()
-
-        def drop() -> None:
-            held.clear()
-            closed.set()
-
         if held:
-            self.runtime.start_thread(drop)
-            closed.wait(_CLOSE_SECONDS)
+            wait([self.runtime.start(held.clear)], _CLOSE_SECONDS)
 
     def raise_on_all(self, error: ThinwireError) -> NoReturn:
         """Raise an error on this rank and in the calls of all others."""
