@@ -48,12 +48,16 @@ def main(device: str, recipe: str, stream: str, path: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     own = torch.cuda.Stream() if stream == "own" and device == "cuda" else None
     worker = thinwire.attach(model, optimizer, recipe, group=group)
+    if own is not None:
+        own.wait_stream(torch.cuda.current_stream())  # PyTorch leaves that to the caller
     with torch.cuda.stream(own) if own is not None else torch.enable_grad():
         for step in range(STEPS):
             inputs = torch.randn(16, 64, generator=torch.Generator().manual_seed(100 * rank + step)).to(device)
             optimizer.zero_grad()
             model(inputs).square().mean().backward()
             optimizer.step()
+    if own is not None:
+        torch.cuda.current_stream().wait_stream(own)
     with worker.consensus():
         whole = [p.full_tensor() if sharded else p for p in model.parameters()]
         flat = torch.cat([p.detach().flatten() for p in whole]).cpu()
