@@ -3,8 +3,9 @@
 
 python -m benchmarks.gpu [--out FOLDER] [--only NAME ...]
 
-Each part is a process with a time limit; what it prints goes to FOLDER/NAME.log as it comes. A part that fails or runs
-out of time does not stop the others. The last file, FOLDER/summary.json, has each part's exit code and seconds.
+Each part is a process with a time limit; what it prints goes to FOLDER/NAME.log as it comes, and the name of each test
+to FOLDER/NAME.tests before and after it runs. A part that fails or runs out of time does not stop the others.
+FOLDER/summary.json has each part's exit code, its seconds, and the tests that have failed or not ended.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from tests.progress import failures
 from thinwire.core.storage.files import write_atomically
 from thinwire.lab import emulate
 
@@ -30,28 +32,16 @@ _MARKED = sorted(
     str(file.relative_to(ROOT)) for file in ROOT.glob("tests/**/test_*.py") if "mark.gpu" in file.read_text()
 )
 _ELASTIC = "tests/gpu/test_elastic.py"  # by itself, since it prints how long the survivors of a loss wait
-_PYTEST = [
-    "-m",
-    "pytest",
-    "-n",
-    "14",
-    "--dist",
-    "worksteal",
-    "-rfEs",
-    "--tb=short",
-    "-p",
-    "no:benchmark",
-    "-p",
-    "no:randomly",
-]
+_PYTEST = ["-m", "pytest", "-rfEs", "--tb=short", "-p", "no:benchmark", "-p", "no:randomly", "-p", "tests.progress"]
+_PARALLEL = [*_PYTEST, "-n", "14", "--dist", "worksteal"]
 HEADLINE = "OverlapLocalSGD(period=8, codec=ErrorFeedback(Nearest(bits=4)))"
 _GRACE_SECONDS = 10.0
 # 131,072 tokens a step, which take some 0.5 s where two workers share an H200.
 _LINK = ["--device", "cuda", "--link", "100mbit", "--context", "1024", "--batch", "32", "--micro", "4"]
 PARTS: dict[str, tuple[list[str], int]] = {
-    "tests": ([*_PYTEST, "-m", "gpu", *(file for file in _MARKED if file != _ELASTIC)], 110),
-    "elastic": (["-m", "pytest", "-m", "gpu", "-s", "-rfE", "--tb=short", "-p", "no:benchmark", _ELASTIC], 60),
-    "pretended": ([*_PYTEST, "tests/battery/test_on_gpu.py", "tests/gpu/test_waits.py"], 40),
+    "tests": ([*_PARALLEL, "-m", "gpu", *(file for file in _MARKED if file != _ELASTIC)], 110),
+    "elastic": ([*_PYTEST, "-m", "gpu", "-s", _ELASTIC], 60),
+    "pretended": ([*_PARALLEL, "tests/battery/test_on_gpu.py", "tests/gpu/test_waits.py"], 40),
     "codes": (["-m", "benchmarks.kernels", "--device", "cuda"], 50),
     "link": (
         ["-m", "benchmarks.gpt124m", *_LINK, "--steps", "24", "--strategy", "LocalSGD(period=1000)", HEADLINE],
@@ -68,7 +58,13 @@ def run(command: list[str], seconds: float, log: Path) -> int | None:
     It is interrupted first, so that tests print what has failed.
     """
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+        )
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -98,11 +94,15 @@ def main() -> int:
         if name == "link" and (problem := emulate.available()) is not None:
             summary[name] = {"skipped": problem}
             continue
-        began = time.monotonic()
-        code = run([sys.executable, *command], limit, options.out / f"{name}.log")
-        summary[name] = {"exit code": code, "seconds": round(time.monotonic() - began, 1), "limit": limit}
+        began, tests = time.monotonic(), options.out / f"{name}.tests"
+        tests.unlink(missing_ok=True)
+        logged = ["--progress", str(tests)] if "pytest" in command else []
+        code = run([sys.executable, *command, *logged], limit, options.out / f"{name}.log")
+        part = {"exit code": code, "seconds": round(time.monotonic() - began, 1), "limit": limit}
+        wrong = failures(tests)
+        summary[name] = {**part, "tests": wrong} if logged else part
         failed = failed or code != 0
-        print(f"{name}: {summary[name]}", flush=True)
+        print(f"{name}: {part}", *wrong, sep="\n  ", flush=True)
         write_atomically(options.out / "summary.json", json.dumps(summary, indent=2).encode())
     return 1 if failed else 0
 
