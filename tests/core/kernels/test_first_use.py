@@ -16,7 +16,8 @@ from torch import Tensor
 
 from tests.pretend_gpu import GPU, REAL, pretend_gpu
 from thinwire.core import kernels
-from thinwire.core.kernels import base, native
+from thinwire.core.kernels import base, chunks, floats, native, quantized, rows, signs, sketched
+from thinwire.core.kernels import rounded as nearest
 from thinwire.core.kernels.reference import rounded
 
 pytestmark = pytest.mark.skipif(REAL, reason="there is a GPU, with kernels of its own")
@@ -93,3 +94,12 @@ def test_kernels_that_differ_or_fail_are_replaced_by_torch_with_a_warning(
             found = encoded(GPU)
         assert torch.equal(found, encoded("cpu"))
         assert torch.equal(encoded(GPU), encoded("cpu")), "and no second warning"
+
+
+@pytest.mark.parametrize(
+    "kind", [signs, quantized, nearest, chunks, floats, sketched, rows], ids=lambda kind: kind.__name__
+)
+def test_what_is_compared_is_equal_where_torch_computes_it_on_a_gpu(kind: Any) -> None:
+    with pretend_gpu():
+        assert base._problem_of(kind._sample, GPU) == ""
+    assert all(x.count_nonzero() for x in kind._sample(torch.device("cpu")))

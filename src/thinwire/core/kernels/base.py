@@ -167,6 +167,8 @@ def _agrees(sample: Sample, device: torch.device) -> bool:
     # Other threads wait, so that none uses the kernels before. The calls of the sample itself are of this thread.
     with _comparing:
         if (sample, device) not in _agreeing:
+            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+                return False  # a stream that records a graph cannot be waited for
             _agreeing[sample, device] = True
             if problem := _problem_of(sample, device):
                 _agreeing[sample, device] = False

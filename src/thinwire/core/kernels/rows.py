@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.base import check_length, check_same_device, compiled, on_gpu, parallel_for
+from thinwire.core.kernels.base import check_length, check_same_device, compiled, on_gpu, parallel_for, sample_of
 from thinwire.core.kernels.reference import rows
 from thinwire.errors import ConfigError
 
@@ -60,7 +60,7 @@ def adam_rows_(
     library = compiled(x)
     if library is None:
         step = rows.adam_rows_
-        if on_gpu(x):
+        if on_gpu(x, _sample):
             from thinwire.core.kernels.triton_rows import adam_rows_ as step
         step(x, gradient, mean, square, most, numbers, active)
         return
@@ -89,7 +89,7 @@ def sgd_rows_(x: Tensor, gradient: Tensor, momentum: Tensor, *, numbers: Tensor,
     library = compiled(x)
     if library is None:
         step = rows.sgd_rows_
-        if on_gpu(x):
+        if on_gpu(x, _sample):
             from thinwire.core.kernels.triton_rows import sgd_rows_ as step
         step(x, gradient, momentum, numbers, active)
         return
@@ -127,3 +127,13 @@ def _run(kernel: Callable[..., None], tensors: Sequence[Tensor | None], numbers:
         kernel(*addresses, ctypes.byref(span))
 
     parallel_for(n, min(torch.get_num_threads(), x.numel() // _ELEMENTS_PER_THREAD), run)
+
+
+def _sample(device: torch.device) -> list[Tensor]:
+    """See `on_gpu`."""
+    x, gradient, mean, square, most = (sample_of(device).view(2, -1).mul_(scale) for scale in (1.0, 0.5, 0.1, 0.2, 0.3))
+    square, most, active = square.abs_(), most.abs_(), torch.ones(2, dtype=torch.bool, device=device)
+    numbers = torch.full((2, 9), 0.1, dtype=torch.float64, device=device)
+    adam_rows_(x, gradient, mean, square, most, numbers=numbers, active=active)
+    sgd_rows_(x, gradient, mean, numbers=numbers[:, :5].contiguous(), active=active)
+    return [x, mean, square, most]

@@ -13,7 +13,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.base import as_fp32, check_same_device, compiled, on_gpu, writable
+from thinwire.core.kernels.base import as_fp32, check_same_device, compiled, on_gpu, sample_of, writable
 from thinwire.core.kernels.largest import candidate_buffers, refuse_nan, top_k
 from thinwire.core.kernels.reference import sketched
 from thinwire.errors import ConfigError
@@ -59,7 +59,7 @@ def sketch_(x: Tensor, table: Tensor, *, key: int, scale: float = 1.0) -> None:
             library.thinwire_sketch(x.data_ptr(), x.numel(), cells.data_ptr(), *table.shape, key & _UINT64, scale)
             return
         sketch_by = sketched.sketch_
-        if on_gpu(x):
+        if on_gpu(x, _sample):
             from thinwire.core.kernels.triton_sketched import sketch_ as sketch_by
         sketch_by(x, cells, key=key, scale=scale)
 
@@ -84,7 +84,7 @@ def unsketch(table: Tensor, indices: Tensor | None, n: int, *, key: int) -> Tens
         return table.new_empty(n if indices is None else indices.numel())
     if indices is not None:
         return _unsketch_at(table, indices, n, key)
-    if on_gpu(table):
+    if on_gpu(table, _sample):
         from thinwire.core.kernels import triton_sketched
 
         return triton_sketched.unsketch(table, n, key=key)
@@ -172,3 +172,10 @@ def _wrapped(table: Tensor) -> Tensor:
 def _check(table: Tensor) -> None:
     if table.ndim != 2 or not table.numel():
         raise ConfigError(f"table of shape {tuple(table.shape)}: must be [rows, columns], at least one of each")
+
+
+def _sample(device: torch.device) -> list[Tensor]:
+    """See `on_gpu`."""
+    x, table = sample_of(device), torch.zeros((3, 700), dtype=torch.float32, device=device)
+    sketch_(x, table, key=1)
+    return [table, unsketch(table, None, x.numel(), key=1)]

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thinwire.core.kernels.base import on_its_device
+from thinwire.core.kernels.decisions import to_device
 from thinwire.core.kernels.reference import sketched
 from thinwire.core.kernels.reference.rng import mix64
 from thinwire.core.kernels.triton_rng import halves, word_at
@@ -108,8 +109,5 @@ def unsketch(table: Tensor, n: int, *, key: int) -> Tensor:
 
 def _seeds(rows: int, key: int, device: torch.device) -> Tensor:
     """Return for every row the halves of the seeds of its rotations and of its signs, int64 [rows, 4]."""
-    return torch.tensor(
-        [[*halves(mix64(mix64(key) + 2 * row)), *halves(mix64(mix64(key) + 2 * row + 1))] for row in range(rows)],
-        dtype=torch.int64,
-        device=device,
-    )
+    words = [[*halves(mix64(mix64(key) + 2 * row)), *halves(mix64(mix64(key) + 2 * row + 1))] for row in range(rows)]
+    return to_device(torch.tensor(words, dtype=torch.int64, device="cpu"), device)  # the host does not wait

@@ -40,7 +40,7 @@ def sgd_rows_(x: Tensor, gradient: Tensor, momentum: Tensor, numbers: Tensor, ac
 
 def _columns(numbers: Tensor, x: Tensor) -> tuple[Tensor, ...]:
     """View each number as [models, 1, ...], in the dtype of x."""
-    return numbers.to(x).view(len(x), -1, *[1] * (x.dim() - 1)).unbind(1)
+    return numbers.to(x.device, x.dtype).view(len(x), -1, *[1] * (x.dim() - 1)).unbind(1)
 
 
 def _write(pairs: Sequence[tuple[Tensor, Tensor]], active: Tensor) -> None:
