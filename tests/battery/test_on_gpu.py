@@ -144,3 +144,20 @@ def test_gradients_that_are_not_finite_are_found_in_one_look_and_named(monkeypat
     with pretend_gpu():
         errors = thinwire.run_threads(2, work, timeout=20)
     assert all("gradient of 1.weight on rank 1" in error for error in errors), errors
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_parameter_without_elements_trains(set_to_none: bool) -> None:
+    def work(comm: Comm, device: str) -> list[list[float]]:
+        model = torch.nn.ParameterList([torch.ones(3), torch.empty(0), torch.ones(2)]).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        thinwire.attach(model, optimizer, thinwire.AllReduce(), comm=as_over_nccl(comm) if device != "cpu" else comm)
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            sum((comm.rank + p).square().sum() for p in model).backward()
+            optimizer.step()
+        return [p.tolist() for p in model]
+
+    with pretend_gpu():
+        found = thinwire.run_threads(2, lambda comm: work(comm, "cuda:0"), timeout=20)
+    assert found == thinwire.run_threads(2, lambda comm: work(comm, "cpu"), timeout=20)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -29,6 +30,7 @@ from tests.grids import fast_where
 from tests.pool import run_processes
 from tests.pretend_gpu import REAL, Pretended, host_waits, pretend_gpu
 from thinwire import Comm, GroupComm, Worker
+from thinwire.core.comm.group import _Launcher
 from thinwire.core.comm.view_group import ViewComm
 from thinwire.elastic.notice import Notice
 from thinwire.elastic.rounds import Elastic
@@ -283,6 +285,22 @@ def test_only_the_thread_that_launches_messages_waits_for_their_copies_to_the_ho
 
     with pretend_gpu():
         assert in_view(size, work) == [[]] * size
+
+
+def test_a_failed_launch_holds_no_connection() -> None:
+    """Connections close with their last reference, so that the waits of all other workers fail at once."""
+    held: list[weakref.ref[Any]] = []
+    launcher = _Launcher(lambda run: threading.Thread(target=run, daemon=True).start())
+
+    def launch() -> None:
+        connection = threading.Event()
+        held.append(weakref.ref(connection))
+        raise RuntimeError("Connection closed by peer")
+
+    begun = launcher.launch(lambda: None, launch, 10.0)
+    assert begun() == "Connection closed by peer"
+    assert held[0]() is None
+    launcher.end()
 
 
 # -- chance ------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import thinwire
-from tests.pretend_gpu import GPU, as_over_nccl, host_waits, pretend_gpu
+from tests.pretend_gpu import GPU, REAL, as_over_nccl, host_waits, pretend_gpu
 from thinwire import Comm
 from thinwire.core.comm import base
 from thinwire.core.kernels import decisions, reading
@@ -93,6 +93,32 @@ def test_a_step_waits_for_the_gpu_only_to_know_whether_it_is_taken(
                 together.wait()
             if step >= 6:
                 assert len(mine) - before <= most, mine[before:]
+        return found
+
+    with pretend_gpu():
+        assert thinwire.run_threads(2, work, timeout=30) == [[], []]
+
+
+def test_residuals_are_scaled_as_gradients_are_without_a_wait() -> None:
+    together = threading.Barrier(2, timeout=30)
+
+    def work(comm: Comm) -> list[str]:
+        torch.manual_seed(0)
+        model, found = torch.nn.Linear(8, 4).to(GPU), list[str]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler(GPU.type if REAL else "cpu", init_scale=8.0)
+        recipe = "AllReduce(codec=ErrorFeedback(OneBit()))"
+        thinwire.attach(model, optimizer, recipe, comm=as_over_nccl(comm), scaler=scaler, bucket_bytes=16)
+        x = torch.full((2, 8), comm.rank + 1.0, device=GPU)
+        for step in range(8):
+            optimizer.zero_grad()
+            loss = scaler.scale(model(x).square().mean())
+            together.wait()
+            with host_waits(found) if step >= 6 else nullcontext():
+                loss.backward()
+                together.wait()
+            scaler.step(optimizer)
+            scaler.update()
         return found
 
     with pretend_gpu():

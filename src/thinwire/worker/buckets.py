@@ -89,7 +89,7 @@ class Bucket:
             for gradient, parameter in zip(self.gradients, self.parameters, strict=True):
                 if parameter.grad is None:
                     gradient.zero_()
-                else:
+                elif gradient.numel():  # without elements it lies nowhere
                     grad = parameter.grad
                     plainly = type(grad) is Tensor and grad.layout is torch.strided
                     found.append((gradient, grad if plainly else local(grad).to_dense()))
@@ -135,7 +135,7 @@ class Bucket:
     def in_use(self) -> bool:
         """Return True if gradients that are being computed lie in the memory that the bucket is sent from."""
         pairs = zip(self.gradients, self.parameters, strict=True)
-        found = [(view, local(p.grad)) for view, p in pairs if p.grad is not None]
+        found = [(view, local(p.grad)) for view, p in pairs if p.grad is not None and view.numel()]
         # A sparse gradient has no memory of its own, and lies in no vector.
         return any(grad.layout == torch.strided and grad.data_ptr() == view.data_ptr() for view, grad in found)
 
@@ -197,24 +197,25 @@ class ScaledResiduals:
 
     replicas: Sequence[Replica]
     scaler: torch.amp.GradScaler
-    _scale: float | None = None
+    _scale: Tensor | None = None
 
     def begin(self) -> None:
         """Before the first bucket of a pass; does nothing where a worker was lost in it, and buckets are sent again."""
         if self._scale is not None:
             return
-        self._scale = self.scaler.get_scale()
+        # As a tensor of its device: `get_scale` would wait for a GPU.
+        self._scale = self.scaler.scale(self.replicas[0].x.new_ones((), dtype=torch.float32))
         for residual in self._residuals():
             # One that is infinite would stay so. Gradients of that scale are infinite too, and their step is left out.
             most = torch.finfo(residual.dtype).max
-            residual.mul_(self._scale).clamp_(-most, most)
+            residual.mul_(self._scale.to(residual.device)).clamp_(-most, most)
 
     def end(self) -> None:
         """When all buckets of the pass have been waited for."""
         if self._scale is None:
             return
         for residual in self._residuals():
-            residual.div_(self._scale)
+            residual.div_(self._scale.to(residual.device))
         self._scale = None
 
     def _residuals(self) -> list[Tensor]:

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.pretend_gpu import GPU, pretend_gpu
 from thinwire.core.kernels import all_finite_each
+from thinwire.core.kernels.reading import finite_flags
 
 
 def healthy(dtype: torch.dtype) -> list[Tensor]:
@@ -31,3 +33,9 @@ def test_a_single_element_that_is_not_finite_is_found_in_tensors_of_any_size(dty
 def test_nothing_and_meta_tensors_are_finite() -> None:
     assert all_finite_each([])
     assert all_finite_each([torch.empty(3, device="meta")])
+
+
+def test_flags_of_tensors_of_a_gpu_some_without_elements() -> None:
+    with pretend_gpu():
+        xs = [torch.ones(4, 2), torch.empty(0), torch.tensor(torch.inf), torch.tensor([1.0, torch.nan])]
+        assert finite_flags([x.to(GPU) for x in xs]).tolist() == [True, True, False, False]

@@ -539,9 +539,12 @@ class _Launcher:
         launched: Future[None] = Future()
 
         def run() -> None:
-            if arrived is not None:
-                arrived()
-            launch()
+            try:
+                if arrived is not None:
+                    arrived()
+                launch()
+            except Exception as error:
+                raise error.with_traceback(None) from None  # its frames would keep the connections open
 
         def begun() -> str:
             try:

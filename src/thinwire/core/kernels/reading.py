@@ -55,7 +55,7 @@ def is_finite(x: Tensor) -> Flag:
 
 def finite_flags(tensors: Sequence[Tensor]) -> Tensor:
     """Return whether each of several tensors of one GPU is finite, as a tensor there."""
-    inputs = [x.detach() for x in tensors]
+    inputs = [x.detach() if x.numel() else x.new_zeros(1) for x in tensors]  # no elements have no largest one
     norms = (
         foreach_norm(inputs, torch.inf) if foreach_norm else [torch.linalg.vector_norm(x, torch.inf) for x in inputs]
     )
