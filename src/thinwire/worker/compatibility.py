@@ -80,11 +80,24 @@ def check_compatible(strategy: Strategy, optimizer: Optimizer, size: int, parame
             f"{strategy}: gradients of sharded parameters are the sharder's to average. Give fully_shard a mesh of "
             "('replicate', 'shard') for that, or use a strategy that averages parameters, such as SlowMo()"
         )
+    if sharded:
+        check_blocks(strategy, "for sharded parameters")
     for method in nested(strategy) if sharded else ():
         if method.traits.timing_dependent and not isinstance(method, Wrapper):
             raise ConfigError(
                 f"{type(method).__name__} for sharded parameters: its results depend on timing, so the shards and "
                 "copies of one model would belong to different steps. Use PushSum() or SlowMo()"
+            )
+        if method.traits.reads_loss:
+            raise ConfigError(
+                f"{type(method).__name__} for sharded parameters: each rank elects by the loss of its own batches, so "
+                "the shards of one model might follow different leaders. Use SlowMo(), or a ScoreFunction whose value "
+                "is equal on all ranks of a model"
+            )
+        if method.traits.rounds.guarded:
+            raise ConfigError(
+                f"{method} for sharded parameters: each rank compares norms of its own shard, so that a worker might "
+                "be left out of the mean of one shard only. Use outliers='keep'"
             )
 
 
@@ -361,7 +374,8 @@ def check_group(parameters: Mapping[str, Tensor], elastic: object, *, grouped: b
         )
     if grouped and not isinstance(elastic, bool):
         raise ConfigError(
-            f"elastic={elastic!r} with a group: a group of ranks needs elastic=True. Leave out one of them"
+            f"elastic={elastic!r} with a group: the ranks of a group enter a run and end each round together, which "
+            "only elastic=True does. Use elastic=True"
         )
     if grouped and sharded is None:
         raise ConfigError(

@@ -24,11 +24,14 @@ from thinwire import (
     AllReduce,
     CheckpointError,
     ConfigError,
+    DiLoCo,
     Gossip,
+    LeaderSGD,
     LocalSGD,
     MismatchError,
     NonFiniteError,
     OverlapLocalSGD,
+    Probe,
     PushSum,
     SlowMo,
     Strategy,
@@ -49,6 +52,10 @@ def net() -> nn.Sequential:
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01, foreach=False)
+
+
+def plain(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05)
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -178,6 +185,9 @@ def saved_and_refused(folder: str) -> dict[str, Any]:
     worker.detach()
     for name, wrong in (
         ("gradients", lambda: sharded(mesh, AllReduce(), momentum)),
+        ("loss", lambda: sharded(mesh, LeaderSGD(period=2), momentum)),
+        ("norms", lambda: sharded(mesh, DiLoCo(period=2, outliers="clip"), momentum)),
+        ("figures", lambda: sharded(mesh, Probe(LocalSGD(2)), plain)),
         ("group", lambda: over_the_wrong_dimension(mesh)),
     ):
         with pytest.raises((ConfigError, MismatchError)) as refused:
@@ -202,6 +212,9 @@ def test_shards_are_saved_counted_and_never_mixed_up() -> None:
         assert found["exported"]
         assert found["bytes"] == 4 * found["elements"]
         assert "fully_shard" in found["gradients"]
+        assert "the shards of one model might follow different leaders" in found["loss"]
+        assert "left out of the mean of one shard only" in found["norms"]
+        assert "sums over the whole gradient" in found["figures"]
         assert "part 0 of 2" in found["group"]
         assert "part 1 of 2" in found["group"]
     assert sum(found["elements"] for found in results) == 2 * sum(p.numel() for p in net().parameters())

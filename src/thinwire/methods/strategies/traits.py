@@ -89,6 +89,8 @@ class Traits:
             can. With None they can unless `timing_dependent` or `skips_steps` is true.
         needs_whole: why the strategy needs the whole gradient of the model or its norm, and what to use instead; empty
             if it works on any part of the vector: a block of tensor parallelism, or a fragment of `Streaming`.
+        reads_loss: decisions depend on the loss of `worker.record_batch`, which differs between ranks that hold shards
+            of one model.
         lr_factor: the effective learning rate in steady state, while gradients are similar, as a multiple of the
             optimizer's. The strategy's own momentum increases it, a pull to an older mean decreases it. None if it is
             unknown, or differs between workers or gradients, or over time.
@@ -129,6 +131,7 @@ class Traits:
     growing: tuple[str, ...] = ()
     inelastic: str | None = None
     needs_whole: str = ""
+    reads_loss: bool = False
     lr_factor: float | None = 1.0
 
     def __post_init__(self) -> None:

@@ -38,6 +38,7 @@ SOURCES: dict[str, Literal["base", "both", "own"]] = {
     "growing": "own",
     "inelastic": "own",
     "needs_whole": "own",
+    "reads_loss": "own",
     # Hooks.
     "check": "both",
     "start": "base",

@@ -10,6 +10,7 @@ from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import check_ranges
 from thinwire.methods.strategies.base import At, Strategy
 from thinwire.methods.strategies.leader.election import (
+    ScoreFunction,
     ScoreSource,
     broadcast_leader,
     elect_or_warn,
@@ -76,7 +77,7 @@ class LeaderSGD(Strategy):
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
-        return Traits(period=self.period)
+        return Traits(period=self.period, reads_loss=not isinstance(self.metric, ScoreFunction))
 
     def __post_init__(self) -> None:
         check_ranges(

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Add a pull towards the best worker to every gradient."""
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from thinwire.methods.strategies.leader.election import (
     local_score,
     record_loss,
 )
+from thinwire.methods.strategies.traits import Traits
 from thinwire.registry import registered
 
 
@@ -59,6 +62,11 @@ class LeaderGradientDescent(Strategy):
     paper = "Teng et al., Leader Stochastic Gradient Descent, NeurIPS 2019, arXiv:1905.10395"
     waits = "every step, all wait for the slowest worker and for the leader's parameters"
     limits = "communicates at every step; LeaderSGD communicates once per period"
+
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(reads_loss=True)
 
     def __post_init__(self) -> None:
         check_ranges(self, pull=("[0, inf)", "0.1 is usual"))

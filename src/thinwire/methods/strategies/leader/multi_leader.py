@@ -15,6 +15,7 @@ from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
 from thinwire.methods.strategies.base import At, Strategy
 from thinwire.methods.strategies.leader.election import (
+    ScoreFunction,
     ScoreSource,
     best_rank,
     chain_broadcast_,
@@ -92,6 +93,7 @@ class MultiLeaderSGD(Strategy):
             period=self.period,
             # All but the last rank of the chain from the leader send its parameters.
             data_dependent_bytes=self.node_size > 1,
+            reads_loss=not isinstance(self.metric, ScoreFunction),
         )
 
     paper = "Teng et al., Leader Stochastic Gradient Descent, NeurIPS 2019, arXiv:1905.10395"
