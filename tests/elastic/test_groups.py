@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Collection, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -23,6 +24,8 @@ from tests.engine import batch, flat
 from tests.grids import fast_where
 from tests.pool import run_processes
 from thinwire import ConfigError
+from thinwire.core.comm.rendezvous import host_store
+from thinwire.elastic.late import LateMerging
 from thinwire.elastic.ranks import Ranks
 from thinwire.methods.strategies.recipe import parse
 
@@ -258,49 +261,57 @@ def test_a_new_group_joins_in_place_of_a_lost_one(recipe: str) -> None:
     assert [new[0].trace[step] for step in averages] == [old[0].trace[step] for step in averages]
 
 
-def refused(environment: dict[str, str]) -> list[str]:
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("LocalSGD(period=2)", {"group": None}, "Give the ranks that hold the shards of one model as group"),
+    ("LocalSGD(period=2)", {"shards": False}, "no parameter is sharded"),
+    ("LocalSGD(period=2)", {"elastic": LateMerging()}, "end each round together.* Use elastic=True"),
+    ("LocalSGD(period=2)", {"make": lambda model: thinwire.Lamb(model.parameters())}, "Use Adam or SGD"),
+    *(
+        (recipe, {}, f"{recipe.partition('(')[0]} with elastic=True and a group: .* Use LocalSGD")
+        for recipe in (
+            "Gossip()",
+            "NoLoCo()",
+            "Paced(LocalSGD(period=2))",
+            "Budget(LocalSGD(period=2), '1MB/s')",
+            "AllReduce()",
+            "LeaderSGD(period=2)",
+            "EASGD(period=2)",
+        )
+    ),
+    ("SlowMo(AllReduce(), period=2)", {}, "AllReduce with elastic=True and a group"),
+    ("LocalSGD(period=2)", {}, "THINWIRE_STORE is not set.* Start `thinwire store`"),
+    ("LocalSGD(period=2)", {"rendezvous": "file:///nowhere"}, "THINWIRE_KEY"),
+    (
+        "LocalSGD(period=2)",
+        {"rendezvous": "file:///nowhere", "group": None},
+        "Give the ranks that hold the shards of one model as group",
+    ),
+    ("LocalSGD(period=2)", {"rendezvous": "file:///nowhere", "shards": False}, "no parameter is sharded"),
+    ("LocalSGD(period=2)", {"run": True}, "THINWIRE_RUN is run-0 on rank 0 and run-1 on rank 1"),
+]
+
+
+def refused(store: str) -> list[str]:
     """What a group of two ranks is told."""
-    os.environ.update(environment)
+    os.environ["THINWIRE_WORKERS"] = "1"
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
-
-    def model(*, shards: bool) -> nn.Module:
-        return fully_shard(net(), mesh=mesh) if shards else net()
-
-    def told(recipe: str, *, shards: bool = True, **settings: Any) -> str:
-        given = model(shards=shards)
+    found: list[str] = []
+    for recipe, settings, _ in REFUSED:
+        how = {"elastic": True, "group": mesh, "make": momentum, **settings}
+        model = fully_shard(net(), mesh=mesh) if how.pop("shards", True) else net()
+        if how.pop("run", False):
+            os.environ.update(THINWIRE_STORE=store, THINWIRE_RUN=f"run-{mesh.get_local_rank()}")
         with pytest.raises(ConfigError) as error:
-            thinwire.attach(given, momentum(given), recipe, elastic=True, timeout=5, **settings)
-        return str(error.value)
-
-    return [
-        told("LocalSGD(period=2)"),
-        told("LocalSGD(period=2)", shards=False, group=mesh),
-        told("Gossip()", group=mesh),
-        told("Paced(LocalSGD(period=2))", group=mesh),
-        told("AllReduce()", group=mesh),
-        told("LeaderSGD(period=2)", group=mesh),
-        told("LocalSGD(period=2)", group=mesh),
-        told("LocalSGD(period=2)", rendezvous="file:///nowhere"),
-        told("LocalSGD(period=2)", shards=False, group=mesh, rendezvous="file:///nowhere"),
-        told("Gossip()", group=mesh, rendezvous="file:///nowhere"),
-    ]
+            thinwire.attach(model, how.pop("make")(model), recipe, timeout=5, **how)
+        found.append(str(error.value))
+    return found
 
 
 def test_what_a_group_cannot_do_is_refused_on_all_its_ranks() -> None:
-    words = [
-        "group=mesh",
-        "no parameter is sharded",
-        "Gossip with elastic=True and a group",
-        "Paced with elastic=True and a group",
-        "AllReduce with elastic=True and a group",
-        "LeaderSGD with elastic=True and a group",
-        "THINWIRE_STORE is not set",
-        "group=mesh",
-        "no parameter is sharded",
-        "THINWIRE_KEY",
-    ]
-    for told in run_processes(2, refused, {"THINWIRE_WORKERS": "1"}):
-        assert [word in text for word, text in zip(words, told, strict=True)] == [True] * len(words), told
+    store = host_store("127.0.0.1", 0)
+    for told in run_processes(2, refused, f"127.0.0.1:{store.port}"):
+        for text, (recipe, settings, words) in zip(told, REFUSED, strict=True):
+            assert re.search(words, text), (recipe, settings, text)
 
 
 # -- over a shared folder ----------------------------------------------------------------------------------------------

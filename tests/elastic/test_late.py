@@ -26,6 +26,7 @@ pytest.importorskip("cryptography")
 from tests.buckets import Process
 from tests.elastic.chaos import SILENT_SECONDS, be_elsewhere
 from tests.oracles.late import Arrival, train, train_fragments
+from tests.pretend_gpu import GPU, pretend_gpu
 from thinwire import (
     AllReduce,
     CommError,
@@ -96,7 +97,7 @@ TURNED = (slice(6), slice(6, 16))
 
 
 def flat(model: Model | Tensors) -> Tensor:
-    return torch.cat([x.detach().flatten() for x in model.tensors()])
+    return torch.cat([x.detach().flatten() for x in model.tensors()]).cpu()
 
 
 def name_of(worker: Worker) -> str:
@@ -114,11 +115,12 @@ def run(
     period: int = PERIOD,
     pause: Callable[[int, int], float] = lambda name, step: 0.0,
     make: type[Model] | type[Tensors] = Model,
+    device: str = "cpu",
 ) -> list[tuple[Tensor, list[Closing]]]:
     """Train threads up to a round; returns the consensus and the log of each."""
 
     def work(rank: int) -> tuple[Tensor, list[Closing]]:
-        model = make()
+        model = make().to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         with attach(model, optimizer, strategy, timeout=30, **fleet(rank)) as worker:
             assert isinstance(worker.elastic, LateRounds)
@@ -126,7 +128,7 @@ def run(
             while worker.step < rounds * period:
                 slopes = gradient(name, own, flat(model)).split([x.numel() for x in model.tensors()])
                 for x, slope in zip(model.tensors(), slopes, strict=True):
-                    x.grad = slope.view_as(x)
+                    x.grad = slope.view_as(x).to(device)
                 worker.record_batch(samples(name))
                 time.sleep(pause(name, own))
                 optimizer.step()
@@ -295,6 +297,20 @@ def test_any_order_of_arrivals_equals_the_oracle(base: str, late: Any, delayed: 
         assert torch.equal(x, found[0][0])
         assert closings == list(log)
     assert torch.allclose(found[0][0], expected, atol=1e-4 if coded else 1e-10), (found[0][0] - expected).abs().max()
+
+
+@pytest.mark.parametrize("coded", [False, True])
+def test_models_on_a_gpu_merge_late_work_as_on_the_cpu(coded: bool) -> None:
+    log = random_log(5 + coded, 7, 2, "full")
+    codec = ErrorFeedback(Nearest(bits=8)) if coded else None
+    options = LateMerging(codec=codec, delay=2, carry="full", merge="radial", replay=log)
+    strategy = DiLoCo(period=PERIOD)
+    with pretend_gpu():
+        found = run(in_store(options), strategy, options, len(log), make=Tensors, device=str(GPU))
+    for (mine, _), (theirs, _) in zip(
+        found, run(in_store(options), strategy, options, len(log), make=Tensors), strict=True
+    ):
+        assert torch.allclose(mine, theirs, rtol=1e-6 if coded else 1e-12)
 
 
 @pytest.mark.parametrize("coded", [False, True])
