@@ -486,18 +486,15 @@ class Run:
         crews = end["crews"]
         for before, crew in pairwise(crews):
             for name in {*before[1]} - {*crew[1]} - {*crew[2]}:
-                unused_from[name] = before[0] if crew[3] is None else crew[3]
+                unused_from[name] = crew[3]
         used: set[tuple[int, int]] = set()
         for number, log in self.logs.items():
             limit = STEPS if log.end is not None or log.left else unused_from.get(log.name, 0)
             used |= {which for step, which in log.steps.items() if step < limit}
             if log.name in unused_from and log.end is None and not log.left and log.steps:
                 done = log.last + 1
-                delay = DELAY if self.plan.recipe == DELAYED else 0
-                least = max(log.begins, done // period * period - delay) if period else 0
-                most = max(log.begins, (done + 1) // period * period - delay) if period else done + 1
-                if period and number >= self.plan.size:
-                    most = max(most, done)
+                least, most = self.averaged(done, crews) if period else (0, done + 1)
+                least, most = max(log.begins, least), max(log.begins, most)
                 limit = max(limit, log.begins)  # none of the steps of one that has just joined
                 if not least <= limit <= most:
                     found.append(f"worker {number}: {done} steps done, and {limit} count as used ({least} to {most})")
@@ -512,6 +509,15 @@ class Run:
             if missing := sorted(dealt - here):
                 found.append(f"epoch {epoch}: batches {missing} were used by nobody and are not listed as lost")
         return found
+
+    def averaged(self, done: int, crews: list[Any]) -> tuple[int, int]:
+        """Return how many steps of a worker are in an average at least, and at most, after `done` reported ones."""
+        period, delay = PERIODS[self.plan.recipe], DELAY if self.plan.recipe == DELAYED else 0
+        launched = range(0, done + 2, period)
+        # A mean in flight is dropped when members change; nobody's model contains its steps then.
+        dropped = {step for step in launched for crew in crews[1:] if delay and step <= crew[0] <= step + delay + 1}
+        least = max(step for step in launched if step == 0 or (step + delay <= done and step not in dropped))
+        return least, max(step for step in launched if step == 0 or step + delay <= done + 1)
 
     def unreported(self, name: str, crews: list[Any], step: int) -> list[tuple[int, int]]:
         """Return the batch of the step that a lost worker could not report."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +42,7 @@ from thinwire import (
     RandomMatching,
     SlowMo,
     Strategy,
+    Worker,
 )
 from thinwire.elastic.handover import hand_over
 from thinwire.elastic.rounds import Elastic
@@ -431,6 +433,40 @@ def test_push_sum_goes_on_when_one_that_was_left_alone_is_joined() -> None:
 def test_steps_after_the_last_meeting_of_a_lost_neighbor_are_used_by_nobody(kill: Kill, steps: int) -> None:
     alive = survivors(run_fleet(2, NoLoCo(period=4), steps=14, epoch=7, kills=(kill,)))
     assert [each.crews[1].unused_from for each in alive] == [steps]
+
+
+@pytest.mark.parametrize(("joins", "steps"), [(7, 0), (10, 8)], ids=["in flight", "arrived"])
+def test_a_mean_in_flight_that_a_joining_worker_interrupts_contains_nothing(joins: int, steps: int) -> None:
+    """The first mean is launched at step 8 and used at step 11; a worker is lost before the second one."""
+    strategy = DiLoCo(period=8, delay=3)
+    ends = run_fleet(3, strategy, steps=18, epoch=100, kills=(Kill(1, 12),), joins=(joins,))
+    alive = survivors(ends)
+    assert len(alive) == 3 and alive[0].epochs[1][1] == ("w0", "w1", "w2", "w3")
+    assert [each.crews[-1].unused_from for each in alive] == [steps] * 3
+    unused = {batch for step, batch in ends[1].batches if step >= steps}
+    assert unused <= {batch for each in alive for _, batch in each.batches} | {*alive[0].lost.get(0, [])}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "saved", "steps"),
+    [(LocalSGD(period=4), 6, 4), (LocalSGD(period=4), 2, 0), (DiLoCo(period=8, delay=3), 13, 8), (AllReduce(), 6, 6)],
+    ids=str,
+)
+def test_a_loaded_state_contains_the_steps_of_its_last_average(
+    strategy: Strategy, saved: int, steps: int, tmp_path: Path
+) -> None:
+    def save(worker: Worker) -> None:
+        if worker.step == saved:
+            worker.save(tmp_path)
+
+    run_fleet(2, strategy, steps=saved, after=save)
+
+    def resume(worker: Worker) -> None:
+        if worker.step == 0:
+            worker.load(tmp_path)
+
+    ends = run_fleet(2, strategy, steps=saved + 4, epoch=50, before=resume, kills=(Kill(1, saved + 1),))
+    assert [each.crews[1].unused_from for each in survivors(ends)] == [steps + (strategy == AllReduce())]
 
 
 @pytest.mark.parametrize("strategy", [AllReduce(), LocalSGD(period=3)], ids=str)

@@ -106,9 +106,9 @@ class Elastic:
         self._part: Comm | None = None
         self.has_just_joined = False
         self._entered_round = 0
-        self._averages: tuple[tuple[int, int], ...] = ()  # the last two, as `Progress` has them
+        # The last two, as `Progress` has them. The first steps start from one that contains no step.
+        self._averages: tuple[tuple[int, int], ...] = ((0, 0),)
         self._opens_at: int | None = None
-        self._given: tuple[tuple[int, int], ...] = ()  # the last average in the state that this worker has joined with
         self._arrivals: Arrivals | None = None
         self._newcomers: set[str] = set()
         self._unconnected = Unconnected()
@@ -347,8 +347,7 @@ class Elastic:
             try:
                 self._round, self._done = self._round + 1, False
                 after_step()
-                self._done = True
-                self.confirm()
+                self._end_round(True, self._steps_in_average(self.worker.step))
             finally:
                 for r in self.worker.replicas:
                     r.samples = 1.0
@@ -405,7 +404,6 @@ class Elastic:
         self._requests = 0  # of which only a part of the view knows
         if self.has_just_joined:
             self.has_just_joined, self._round = False, self._entered_round
-            self._averages = self._given or ((self._round, self.worker.step),)
         else:
             self._membership.announce_step(self._round)
 
@@ -428,7 +426,10 @@ class Elastic:
             sends: whether it is known to communicate; otherwise the meter shows it.
         """
         results: list[T] = []
+        before = self.worker.step
         self.round(lambda: results.append(body()), sends=sends)
+        if self.worker.step != before:  # a checkpoint was loaded
+            self._averages = (*self._averages[-1:], (self._round, self._steps_in_last_average()))
         if not results:
             raise PeerLostError(
                 f"worker {self.worker_id}, step {self.worker.step}: a worker was lost in a call that all make "
@@ -530,12 +531,17 @@ class Elastic:
     def _steps_in_average(self, step: int) -> int | None:
         """Return how many steps of all workers the round after so many steps contains; None where it is no average."""
         traits = self.worker.strategy.traits
-        delay = traits.rounds.delay
+        delay, period = traits.rounds.delay, traits.period or 1
         if traits.rounds.fragments > 1:
-            return max(0, step - (traits.period or 1) - delay)
+            return max(0, step - period - delay)
         if delay:
-            return max(0, step - delay)
-        return step if traits.averages_at(step) or not traits.rounds.local else None
+            return max(0, step - delay) // period * period
+        return step if traits.averages_at(step) or not traits.rounds.local or self._neighbours else None
+
+    def _steps_in_last_average(self) -> int:
+        """Return how many steps of all workers a loaded state contains; later ones are each worker's own."""
+        found = (self._steps_in_average(step) for step in range(self.worker.step, 0, -1))
+        return next((steps for steps in found if steps is not None), 0)
 
     def _waits(self) -> bool:
         """Return True if messages are in flight."""
@@ -736,10 +742,10 @@ class Elastic:
         step = max(each.step for each in there.values())
         source = next(each for each in there if there[each].step == step)
         self.comm.step = step
+        if self.worker_id not in there:
+            self._averages = (_last_average(self.view),)
         if not self._newcomers:
             hand_over(self.worker, new, self.view.members.index(source))
-            if self.worker_id not in there:
-                self._given = there[source].averages[-1:]
             return
         if self.worker_id in self._newcomers:
             self._offered.unpack(self.worker, self.view)
@@ -755,29 +761,24 @@ class Elastic:
         """Return the members by step; the same list on all workers, also on those that joined later."""
         crews = [MembershipInterval(0, self._membership.history()[0].members)]
         for view in self._membership.history()[1:]:
-            step = max((each.step for each in view.ready.values()), default=crews[-1].begins)
+            step = max(each.step for each in view.ready.values())
             # Where a worker was lost, the others may be in the middle of this step, with batches that they had before.
             between = view.left or (view.joined and not self._neighbours)
             begins = step if between else step + 1
             crews.append(MembershipInterval(begins, view.members, tuple(view.left), self._unused_from(view)))
         return crews
 
-    def _unused_from(self, view: View) -> int | None:
+    def _unused_from(self, view: View) -> int:
         """Return the first step of the workers lost before a view that the others' parameters do not contain."""
-        if self._neighbours:
-            # One of the others has waited for the message of a lost worker's next step, and is not ahead of it.
-            # A message is sent after the step, and may be used some steps later.
-            late = sum(int(getattr(each, name, 0)) for each in self._parts for name in ("delay", "staleness"))
-            found = max(0, min((each.step for each in view.ready.values()), default=0) - 1 - late)
-            if (period := min(part.traits.period or 1 for part in self._parts)) == 1:
-                return found
+        if not self._neighbours:
+            return _last_average(view)[1]
+        if (period := min(part.traits.period or 1 for part in self._parts)) > 1:
             # Its partner in the last meeting that all of the others have passed has its steps before it.
-            met = [each.averages[-1][1] for each in view.ready.values() if each.averages]
-            return min(met, default=found) // period * period
-        last = last_kept_round(view.ready.values()) if view.ready else 0
-        return max(
-            (steps for each in view.ready.values() for number, steps in each.averages if number <= last), default=None
-        )
+            return min(each.averages[-1][1] for each in view.ready.values()) // period * period
+        # One of the others has waited for the message of a lost worker's next step, and is not ahead of it.
+        # A message is sent after the step, and may be used some steps later.
+        late = sum(int(getattr(each, name, 0)) for each in self._parts for name in ("delay", "staleness"))
+        return max(0, min(each.step for each in view.ready.values()) - 1 - late)
 
     @property
     def worker(self) -> WorkerState:
@@ -877,6 +878,13 @@ def _check_ranks(view: View, worker: str) -> None:
             "worker averages its shard with the same rank of the others: start all workers with the same number of "
             "ranks"
         )
+
+
+def _last_average(view: View) -> tuple[int, int]:
+    """Return the round of the last average whose result all members with a state keep, and the steps in it."""
+    workers = view.ready.values()
+    last = last_kept_round(workers)
+    return max(average for each in workers for average in each.averages if average[0] <= last)
 
 
 def _silent(strategy: Strategy) -> bool:

@@ -26,14 +26,13 @@ class MembershipInterval:
         begins: the first step whose batches are assigned to them.
         members: their ids, in rank order.
         left: workers that left gracefully before this step; their last batches have been used.
-        unused_from: the first step whose batches of workers lost since the previous interval are unused; None if
-            unknown, which counts all steps since the start of that interval.
+        unused_from: the first step whose batches of workers lost since the previous interval are unused.
     """
 
     begins: int
     members: tuple[str, ...]
     left: tuple[str, ...] = ()
-    unused_from: int | None = None
+    unused_from: int = 0
 
 
 def _views_of(worker: Worker) -> Elastic:
@@ -167,9 +166,7 @@ class ElasticSampler:
             self._step > worker.step
             or crews[:known] != self._crews
             or any(
-                crew.begins < self._step or self._first_unused(crews, i) < self._recorded_from
-                for i, crew in enumerate(crews)
-                if i >= max(known, 1)
+                crew.begins < self._step or crew.unused_from < self._recorded_from for crew in crews[max(known, 1) :]
             )
         ):
             self._restart()
@@ -182,27 +179,21 @@ class ElasticSampler:
             self._returned.difference_update(self._record[self._step].values())
             self._step += 1
             if len(self._record) > 2 * _RECORDED_STEPS:
-                wanted = [self._first_unused(crews, i) for i in range(len(self._crews), len(crews))]
+                wanted = [crew.unused_from for crew in crews[len(self._crews) :]]
                 self._recorded_from = min([self._step - _RECORDED_STEPS, *wanted])
                 self._record = {step: row for step, row in self._record.items() if step >= self._recorded_from}
 
     def _change_crew(self, crews: list[MembershipInterval]) -> None:
         """Requeue the batches of lost workers if an interval starts with this step."""
         last = max(i for i, crew in enumerate(crews) if crew.begins <= self._step)
-        for i in range(len(self._crews), last + 1):
-            crew = crews[i]
+        for crew in crews[len(self._crews) : last + 1]:
             if self._crews:
                 gone = {*self._crews[-1].members} - {*crew.members} - {*crew.left}
-                rows = [self._record.get(step, {}) for step in range(self._first_unused(crews, i), self._step)]
+                rows = [self._record.get(step, {}) for step in range(crew.unused_from, self._step)]
                 unused = [row[each] for row in rows for each in row if each in gone]
                 self._queue.extendleft(reversed(unused))
                 self._returned.update(unused)
             self._crews.append(crew)
-
-    @staticmethod
-    def _first_unused(crews: list[MembershipInterval], number: int) -> int:
-        found = crews[number].unused_from
-        return crews[number - 1].begins if found is None else found
 
     def until(self, r: Replica, steps: int) -> Iterator[int]:
         """Yield a batch for each step that this worker takes, until the replica has done `steps`.
