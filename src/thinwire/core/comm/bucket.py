@@ -9,7 +9,7 @@ A collective call is one object of each rank, written at the launch and read by 
     PLACE/error           an error that one rank reports to all
 
 An object starts with a header: the call and its step, so that ranks that are out of step are detected without messages
-of their own; and which objects its writer has read. A rank deletes its objects when the headers of all other ranks show
+of their own; and which objects its writer has read. A rank deletes its objects when the headers of their readers show
 that they have been read. Sums are added in rank order, as by threads, so that all ranks get equal bits.
 """
 
@@ -62,7 +62,7 @@ def in_two_stages(nbytes: int, size: int) -> bool:
 
 def header_bytes(size: int) -> int:
     """Return the bytes of an object's header among `size` ranks, without the description of its call."""
-    return struct.calcsize(f"!HQ{size}Q")
+    return struct.calcsize(f"!H{size}Q")
 
 
 class _Header(NamedTuple):
@@ -70,41 +70,32 @@ class _Header(NamedTuple):
 
     Attributes:
         call: the call and its step.
-        finished: all collective calls before this number are complete on the writer.
-        received: how many messages of `send_recv` the writer has received from each rank.
+        read: for each rank, the number of the first message of `send_recv` from it that the writer has not received;
+            and for the writer itself, that of its first collective call that is not complete.
     """
 
     call: str
-    finished: int
-    received: Sequence[int]
+    read: Sequence[int]
 
     def pack(self) -> bytes:
         """Return the header as bytes."""
         call = self.call.encode()[:_MOST_CALL]
-        return struct.pack(f"!HQ{len(self.received)}Q", len(call), self.finished, *self.received) + call
+        return struct.pack(f"!H{len(self.read)}Q", len(call), *self.read) + call
 
     @classmethod
-    def unpack(cls, content: bytes, size: int) -> tuple[_Header, memoryview]:
-        """Split an object into its header and its data.
-
-        Raises:
-            ValueError: it is too short.
-        """
-        layout = struct.Struct(f"!HQ{size}Q")
-        try:
-            length, finished, *received = layout.unpack_from(content)
-        except struct.error as error:
-            raise ValueError(str(error)) from None
-        end = layout.size + length
-        call = printable(content[layout.size : end].decode(errors="replace"), _MOST_CALL)
-        return cls(call, finished, received), memoryview(content)[end:]
+    def unpack(cls, content: bytes, size: int) -> tuple[_Header, bytes]:
+        """Split an object into its header and its data."""
+        length, *read = struct.unpack_from(f"!H{size}Q", content)
+        start = header_bytes(size)
+        call = content[start : start + length].decode(errors="replace")
+        return cls(printable(call, _MOST_CALL), read), content[start + length :]
 
 
 class _Call:
-    """A call in flight: its result, and the ranks that it waits for."""
+    """A call in flight: its number, if it is collective, and the ranks that it waits for."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, text: str, number: int = -1) -> None:
+        self.text, self.number = text, number
         self.missing: set[int] = set()
         self.looks: Counter[int] = Counter()  # at objects that did not exist, by rank
         self.problem = ""
@@ -155,80 +146,68 @@ class BucketComm(Comm):
         self._on_close = on_close
         self._fault: ThinwireError | None = None
         self._label = ""  # a check that the next collective call carries
-        self._calls = 0
         self._duplicates: list[BucketComm] = []
-        self._sent: Counter[int] = Counter()
-        self._expected: Counter[int] = Counter()
-        self._open: dict[int, _Call] = {}  # collective calls in flight
+        # By rank, of the messages of `send_recv` from it, and for the own rank, of collective calls: the number of the
+        # next one, and those in flight.
+        self._next, self._open = [0] * size, [set[int]() for _ in range(size)]
+        self._sent = [0] * size
         self._blocked: tuple[_Call, float] | None = None  # the call that training waits for, and since when
         self._tasks: set[asyncio.Task[Any]] = set()
         # Used by the thread of requests only.
-        self._received = [0] * size
-        self._seen = [_Header("", 0, [0] * size) for _ in range(size)]
+        self._seen = [[0] * size for _ in range(size)]  # `_Header.read` of each rank
         self._written: list[tuple[str, int | None, int]] = []  # name, receiver (None for all), number
         protect(self)
 
     # -- the calls -------------------------------------------------------------------------------------------------
 
     def _all_gather(self, x: Tensor) -> Work[list[Tensor]]:
-        return self._start("all_gather", x, lambda call, own: self._gather(call, own)).then(
-            lambda rows: [_tensor(row, x) for row in rows]
-        )
+        return self._gathered("all_gather", x).then(lambda rows: [_tensor(row, x) for row in rows])
 
     def _all_reduce_(self, x: Tensor) -> Work[Tensor]:
         if not in_two_stages(x.nbytes, self.size):
-            rows = self._start("all_reduce", x, lambda call, own: self._gather(call, own))
+            rows = self._gathered("all_reduce", x)
             return rows.then(lambda rows: x.copy_(reduce(torch.add, [_tensor(row, x) for row in rows])))
-        like = torch.empty(0, dtype=x.dtype, device="cpu")
-        lengths = [len(part) for part in x.view(-1).tensor_split(self.size)]
+        split = x.view(-1).tensor_split(self.size)
+        parts, like = [_bytes(part) for part in split], torch.empty_like(split[self.rank], device="cpu")
+        sizes = [len(part) for part in parts]
 
-        async def run(call: int, own: bytes) -> bytes:
-            parts = _cut(own, [length * x.element_size() for length in lengths])
-            rows = await self._scatter(call, parts, len(parts[self.rank]))
+        async def run(call: _Call) -> bytes:
+            rows = await self._scatter(call, parts, [sizes[self.rank]] * self.size)
 
             def add() -> bytes:
-                return _bytes(reduce(torch.add, [_tensor(row, like, lengths[self.rank]) for row in rows]))
+                return _bytes(reduce(torch.add, [_tensor(row, like) for row in rows]))
 
-            return b"".join(await self._gather(call, await asyncio.to_thread(add), [len(part) for part in parts]))
+            return b"".join(await self._gather(call, await asyncio.to_thread(add), sizes))
 
-        return self._start("all_reduce", x, run).then(lambda total: x.copy_(_tensor(total, x)))
+        return self._start(f"all_reduce of {describe(x)}", run).then(lambda total: x.copy_(_tensor(total, x)))
 
     def _broadcast_(self, x: Tensor, src: int) -> Work[Tensor]:
-        async def run(call: int, own: bytes) -> bytes:
-            if self.rank == src:
-                await self._write(f"{call}/{src}", own, None, call)
-                return own
-            return await self._read(f"{call}/{src}", src, self._open[call], x.nbytes)
-
-        return self._start(f"broadcast from rank {src}", x, run).then(
-            lambda found: x if self.rank == src else x.copy_(_tensor(found, x))
-        )
+        own = _bytes(x)
+        return self._start(
+            f"broadcast from rank {src} of {describe(x)}", lambda call: self._share(call, src, own, len(own))
+        ).then(lambda found: x if self.rank == src else x.copy_(_tensor(found, x)))
 
     def _all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
         parts, width = [_bytes(x) for x in xs], xs[0].element_size()
-
-        async def run(call: int, _: bytes) -> list[bytes]:
-            return await self._scatter(call, parts, [size * width for size in sizes])
-
-        rows = self._start("all_to_all", None, run)
+        rows = self._start("all_to_all", lambda call: self._scatter(call, parts, [size * width for size in sizes]))
         return rows.then(lambda rows: [_tensor(row, xs[0], size) for row, size in zip(rows, sizes, strict=True)])
 
     def _send_recv(self, x: Tensor, dst: Sequence[int], src: Sequence[int]) -> Work[list[Tensor]]:
         # Numbered at the call, so that messages match in any order of the waits.
+        receives = [(peer, self._number(peer)) for peer in src]
         sends = [(peer, self._sent[peer]) for peer in dst]
-        self._sent.update(dst)
-        receives = [(peer, self._expected[peer]) for peer in src]
-        self._expected.update(src)
+        for peer in dst:
+            self._sent[peer] += 1
         own = _bytes(x) if dst else b""
         call = _Call(f"send_recv of {describe(x)}{f' at step {self.step}' if self.in_step else ''}")
 
         async def receive(peer: int, number: int) -> bytes:
-            found = await self._read(f"p/{peer}-{self.rank}/{number}", peer, call, x.nbytes)
-            self._received[peer] = max(self._received[peer], number + 1)
+            found = await self._read(call, f"p/{peer}-{self.rank}/{number}", peer, x.nbytes)
+            self._open[peer].discard(number)
             return found
 
         async def run() -> list[bytes]:
-            writes = [self._write(f"p/{self.rank}-{peer}/{n}", own, peer, n, call.text) for peer, n in sends]
+            writes = [self._write(call, f"p/{self.rank}-{peer}/{n}", own, peer, n) for peer, n in sends]
             _, found = await _all([_all(writes), _all([receive(peer, n) for peer, n in receives])])
             self._sweep()
             return found
@@ -255,19 +234,27 @@ class BucketComm(Comm):
         self._label = f"{call} at step {self.step}" if self.in_step else call
         return True
 
-    def _start(self, operation: str, x: Tensor | None, run: Callable[[int, bytes], Coroutine[Any, Any, T]]) -> Work[T]:
+    def _number(self, stream: int) -> int:
+        """Number the next message from a rank, or for the own rank the next collective call."""
+        number = self._next[stream]
+        self._open[stream].add(number)
+        self._next[stream] += 1  # only now, since another thread takes those before it that are not open as read
+        return number
+
+    def _gathered(self, operation: str, x: Tensor) -> Work[list[bytes]]:
+        own = _bytes(x)
+        sizes = [len(own)] * self.size
+        return self._start(f"{operation} of {describe(x)}", lambda call: self._gather(call, own, sizes))
+
+    def _start(self, text: str, run: Callable[[_Call], Coroutine[Any, Any, T]]) -> Work[T]:
         """Launch the next collective call."""
-        number = self._calls
         # What a check compares is in its rows: all ranks read them, and raise the same error.
-        text = operation if x is None else f"{operation} of {describe(x)}"
         text, self._label = f"{self._label}: {text}" if self._label else text, ""
-        call = self._open[number] = _Call(text)
-        self._calls += 1  # only now, since another thread takes calls before it that are not open as complete
-        own = b"" if x is None else _bytes(x)
+        call = _Call(text, self._number(self.rank))
 
         async def body() -> T:
-            found = await run(number, own)
-            del self._open[number]
+            found = await run(call)
+            self._open[self.rank].discard(call.number)
             self._sweep()
             return found
 
@@ -356,48 +343,47 @@ class BucketComm(Comm):
             return CommTimeoutError(f"{where}: no answer within {self.timeout:g} s; {problem}")
         return PeerLostError(f"{where}: a worker is gone, or continues without this one; {problem}")
 
-    async def _gather(self, call: int, own: bytes, sizes: Sequence[int] | None = None) -> list[bytes]:
+    async def _share(self, call: _Call, src: int, own: bytes, nbytes: int) -> bytes:
+        """Write this rank's object for all ranks, or read another rank's."""
+        if src != self.rank:
+            return await self._read(call, f"{call.number}/{src}", src, nbytes)
+        await self._write(call, f"{call.number}/{src}", own)
+        return own
+
+    async def _gather(self, call: _Call, own: bytes, sizes: Sequence[int]) -> list[bytes]:
         """Write one object for all ranks, and read theirs."""
+        return await _all([self._share(call, peer, own, size) for peer, size in enumerate(sizes)])
 
-        async def of(peer: int) -> bytes:
-            if peer == self.rank:
-                await self._write(f"{call}/{peer}", own, None, call)
-                return own
-            return await self._read(
-                f"{call}/{peer}", peer, self._open[call], len(own) if sizes is None else sizes[peer]
-            )
-
-        return await _all([of(peer) for peer in range(self.size)])
-
-    async def _scatter(self, call: int, parts: Sequence[bytes], sizes: int | Sequence[int]) -> list[bytes]:
+    async def _scatter(self, call: _Call, parts: Sequence[bytes], sizes: Sequence[int]) -> list[bytes]:
         """Write one object for each rank, and read theirs for this one."""
 
         async def of(peer: int) -> bytes:
-            size = sizes if isinstance(sizes, int) else sizes[peer]
             if peer == self.rank:
-                if len(parts[peer]) != size:
+                if len(parts[peer]) != sizes[peer]:
                     raise MismatchError(
                         f"ranks are out of step: {self.name(peer)} sends itself a vector of another size"
                     )
                 return parts[peer]
-            write = self._write(f"{call}/{self.rank}-{peer}", parts[peer], None, call)
-            return (await _all([write, self._read(f"{call}/{peer}-{self.rank}", peer, self._open[call], size)]))[1]
+            write = self._write(call, f"{call.number}/{self.rank}-{peer}", parts[peer])
+            return (await _all([write, self._read(call, f"{call.number}/{peer}-{self.rank}", peer, sizes[peer])]))[1]
 
         return await _all([of(peer) for peer in range(self.size)])
 
-    async def _write(self, name: str, content: bytes, dst: int | None, number: int, text: str = "") -> None:
-        name, text = f"{self._place}/{name}", text or self._open[number].text
-        finished = min(list(self._open), default=self._calls)
-        header = _Header(text, finished, self._received).pack()
+    async def _write(
+        self, call: _Call, name: str, content: bytes, dst: int | None = None, number: int | None = None
+    ) -> None:
+        name = f"{self._place}/{name}"
+        # The next number is read first, since another thread may launch a call meanwhile.
+        read = [min([following, *flying]) for following, flying in zip(self._next, self._open, strict=True)]
         # Recorded first: an object is swept although its write was canceled.
-        self._written.append((name, dst, number))
-        if not await self.bucket.create(name, header + content, seconds=self.timeout):
+        self._written.append((name, dst, call.number if number is None else number))
+        if not await self.bucket.create(name, _Header(call.text, read).pack() + content, seconds=self.timeout):
             raise CommError(
                 f"{self.bucket.url}/{name}: exists already. Two workers have {self.name(self.rank)}, or another run "
                 "uses this path. Use a separate path for each run"
             )
 
-    async def _read(self, name: str, peer: int, call: _Call, nbytes: int) -> bytes:
+    async def _read(self, call: _Call, name: str, peer: int, nbytes: int) -> bytes:
         """Return the data of another rank's object, once it exists."""
         call.missing.add(peer)
         name, begin = f"{self._place}/{name}", time.monotonic()
@@ -413,46 +399,36 @@ class BucketComm(Comm):
             await asyncio.sleep(min(_LONGEST_POLL, _POLL_SECONDS + _POLL_SHARE * waited))
         header, data = _Header.unpack(found, self.size)
         if header.call != call.text[:_MOST_CALL] or len(data) != nbytes:
-            calls = [(self.rank, call.text), (peer, header.call)]
+            calls = {self.rank: call.text, peer: header.call}
             if header.call == call.text[:_MOST_CALL]:
-                calls = [(self.rank, f"{call.text} with {nbytes} bytes"), (peer, f"{header.call} with {len(data)}")]
-            raise MismatchError(f"ranks are out of step: {_different(calls, self.names)}; {self.rule}")
-        seen = self._seen[peer]
-        received = [max(pair) for pair in zip(seen.received, header.received, strict=True)]
-        self._seen[peer] = _Header("", max(seen.finished, header.finished), received)
+                calls = {self.rank: f"{call.text} with {nbytes} bytes", peer: f"{header.call} with {len(data)}"}
+            different = ", ".join(f"{self.name(rank)} is in {calls[rank]}" for rank in sorted(calls))
+            raise MismatchError(f"ranks are out of step: {different}; {self.rule}")
+        self._seen[peer] = [max(pair) for pair in zip(self._seen[peer], header.read, strict=True)]
         call.missing.discard(peer)
-        return bytes(data)
+        return data
 
     def _sweep(self) -> None:
         """Delete own objects that all their readers have read."""
-        others = [header for rank, header in enumerate(self._seen) if rank != self.rank]
-        finished = min(header.finished for header in others)
-        read = [
-            name
-            for name, dst, number in self._written
-            if (number < finished if dst is None else number < self._seen[dst].received[self.rank])
-        ]
-        if read:
-            gone = set(read)
-            self._written = [each for each in self._written if each[0] not in gone]
-            self._in_background(self._delete(read))
+        complete = min(read[rank] for rank, read in enumerate(self._seen) if rank != self.rank)
+        limits = [complete if dst is None else self._seen[dst][self.rank] for _, dst, _ in self._written]
+        gone = [name for (name, _, number), limit in zip(self._written, limits, strict=True) if number < limit]
+        if gone:
+            names = set(gone)
+            self._written = [each for each in self._written if each[0] not in names]
+            asyncio.run_coroutine_threadsafe(self._delete(gone), loop())
 
     def delete_own(self) -> None:
         """Delete the objects that this rank has written, and that no rank reads any more."""
         names = [name for name, _, _ in self._written]
         self._written = []
-        loop().call_soon_threadsafe(lambda: self._in_background(self._delete(names)))
+        asyncio.run_coroutine_threadsafe(self._delete(names), loop())
         for each in self._duplicates:
             each.delete_own()
 
     async def _delete(self, names: list[str]) -> None:
         with suppress(ConnectionError):  # `thinwire bucket clean` deletes what is left
             await self.bucket.delete(names)
-
-    def _in_background(self, body: Coroutine[Any, Any, object]) -> None:
-        task = loop().create_task(body)
-        _background.add(task)
-        task.add_done_callback(_background.discard)
 
     # -- failures --------------------------------------------------------------------------------------------------
 
@@ -521,9 +497,6 @@ class BucketComm(Comm):
         )
 
 
-_background: set[asyncio.Task[Any]] = set()
-
-
 async def _all(bodies: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
     """Return the results of coroutines that run at the same time; if one fails, the others end too."""
     tasks = [asyncio.ensure_future(each) for each in bodies]
@@ -532,11 +505,6 @@ async def _all(bodies: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
     finally:
         for each in tasks:
             each.cancel()
-
-
-def _different(calls: Sequence[tuple[int, str]], names: Callable[[Sequence[int]], str]) -> str:
-    (a, one), (b, other) = sorted(calls)
-    return f"{names([a])} is in {one}, {names([b])} is in {other}"
 
 
 def _bytes(x: Tensor) -> bytes:
@@ -549,14 +517,6 @@ def _tensor(data: bytes, like: Tensor, length: int | None = None) -> Tensor:
     if not data:
         return like.new_empty(shape)
     return torch.frombuffer(bytearray(data), dtype=like.dtype).view(shape).to(like.device)
-
-
-def _cut(data: bytes, sizes: Sequence[int]) -> list[bytes]:
-    parts, start = list[bytes](), 0
-    for size in sizes:
-        parts.append(data[start : start + size])
-        start += size
-    return parts
 
 
 class BucketConnector:
@@ -577,28 +537,28 @@ class BucketConnector:
         # All members have left the earlier views, since they have agreed on this one.
         while self._closed:
             self._closed.pop().delete_own()
-        return BucketComm(self._bucket, self._of_view(name), rank, size, timeout=timeout, lost=lambda _: lost())
+        return self._open(self._of_view(name), rank, size, timeout=timeout, lost=lambda _: lost())
 
-    def _of_view(self, name: int | str) -> str:
-        return f"{self._place}/{name}-{hashlib.sha256(self._members().encode()).hexdigest()[:16]}"
+    def connect_fixed(self, name: int, rank: int, size: int, **settings: Any) -> Comm:
+        """Open the comm of workers that are the same from start to end; its end is theirs.
 
-    def connect_fixed(
-        self,
-        name: int,
-        rank: int,
-        size: int,
-        timeout: float,
-        *,
-        lost: Callable[[Collection[int]], bool],
-        on_close: Callable[[], None],
-    ) -> Comm:
-        """Open the comm of workers that are the same from start to end; its end is theirs."""
-        place = self._of_view(name)
-        return BucketComm(self._bucket, place, rank, size, timeout=timeout, lost=lost, on_close=on_close)
+        Args:
+            name: the number of their view.
+            rank: this worker's rank.
+            size: the number of workers.
+            settings: `timeout`, `lost` and `on_close` of `BucketComm`.
+        """
+        return self._open(self._of_view(name), rank, size, **settings)
 
     def pair(self, name: str, rank: int, timeout: float, lost: Callable[[], bool]) -> Comm:
         """Open a comm of two workers; `name` contains an id, and one of the two is in no view yet."""
-        return BucketComm(self._bucket, f"{self._place}/pair/{name}", rank, 2, timeout=timeout, lost=lambda _: lost())
+        return self._open(f"pair/{name}", rank, 2, timeout=timeout, lost=lambda _: lost())
+
+    def _open(self, name: str, rank: int, size: int, **settings: Any) -> Comm:
+        return BucketComm(self._bucket, f"{self._place}/{name}", rank, size, **settings)
+
+    def _of_view(self, name: int | str) -> str:
+        return f"{name}-{hashlib.sha256(self._members().encode()).hexdigest()[:16]}"
 
     def disconnect(self, comm: Comm) -> None:
         """Close a comm; the others learn of it from the membership."""
