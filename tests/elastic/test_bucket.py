@@ -313,7 +313,7 @@ def test_a_fixed_run_starts_again_when_a_worker_of_another_machine_is_silent(mon
             timeout=timeout,
             state=lambda _: State.UNKNOWN,
             beat_seconds=0.02,
-            fixed=True,
+            kind="fixed",
             connected=False,
         )
 

@@ -123,7 +123,7 @@ def test_a_view_is_given_up_by_who_registers_for_the_next_one_and_not_for_a_stor
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda one: one[1].enter(one[0], 2), enumerate((a, b))))
         assert not a.given_up()
-        b.leave(Progress(1, done=True, step=1, left="notice"))
+        b.register(Progress(1, done=True, step=1, left="notice"))
         assert a.given_up() and not b.given_up()
         b._store = Gone()  # type: ignore[assignment]
         assert not b.given_up()

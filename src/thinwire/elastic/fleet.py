@@ -162,9 +162,10 @@ def fleet_from_environment(
         raise CommTimeoutError(f"the store of workers does not answer within {timeout:g} s ({first})") from None
     _entered[run] += 1  # not earlier, since a failed entry is repeated
     worker = f"{'group' if rank is None else rank}-{secrets.token_hex(4)}"
-    meets, objects = late is None, StoreObjects(cast(Store, views), token)
+    objects = StoreObjects(cast(Store, views), token)
     if group is None or group.size == 1:  # a single rank is a worker like any other
-        membership = Membership(views, worker, timeout=timeout, token=token, meets=meets)
+        kind = "elastic" if late is None else "late"
+        membership = Membership(views, worker, timeout=timeout, token=token, kind=kind)
         connector = GlooConnector(views, lambda name: hidden(token, name))
         return Fleet(membership, connector, rank, size, (run, before), objects=objects, late=late)
     worker, row = _same_in_group(group, worker, {"THINWIRE_RUN": run, "THINWIRE_WORKERS": size, "THINWIRE_RANK": rank})
@@ -260,9 +261,8 @@ def fleet_in_bucket(
         timeout=timeout,
         beat_seconds=BEAT_SECONDS if remote else 1.0,
         poll_seconds=0.2 if remote else 0.02,
-        fixed=fixed,
+        kind="fixed" if fixed else "elastic" if late is None else "late",
         connected=False,
-        meets=late is None,
         **told,
     )
 

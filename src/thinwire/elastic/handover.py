@@ -183,9 +183,8 @@ class Arrivals:
     """
 
     def __init__(self, worker: WorkerState, membership: Membership, connector: Connector, upto: int) -> None:
-        assert membership.view is not None
         self.upto = upto
-        self.donor = membership.view.members[upto % membership.view.size]
+        self.donor = membership.current.members[upto % membership.current.size]
         self.complete = self.failed = False
         self._worker = worker
         self._sender: _Sender | None = None
@@ -239,8 +238,7 @@ class _Sender:
         self.wants_late = threading.Event()
         self.late: Tensor | None = None
         self._membership, self._connector, self._upto, self._early = membership, connector, upto, early
-        assert membership.view is not None
-        self._epoch = membership.view.epoch
+        self._epoch = membership.current.epoch
         self._given, self._ended = threading.Event(), threading.Event()
         self._arrived = False
         self._open: list[Comm] = []

@@ -40,7 +40,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from thinwire.core.comm.liveness import ROW_BYTES, Processes, State, own_row
 from thinwire.core.comm.roll_call import Store, within
@@ -74,9 +74,9 @@ class Membership:
         state: returns whether another worker runs, if the caller knows better than the process tables.
         beat_seconds: the interval of this worker's heartbeats and of its checks for join requests.
         poll_seconds: the interval between looks at the store while this worker waits for others.
-        fixed: whether the run ends with the loss of a worker; see above.
+        kind: of the run: "elastic"; "fixed", which ends with the loss of a worker; or "late", whose workers agree on no
+            further view, so that a later one only registers itself by its request.
         connected: whether closed connections show the others that this worker has ended; otherwise `close` does.
-        meets: whether workers agree on further views; otherwise a later worker only registers itself by its request.
         token: the secret of the run, which signs the workers' records.
         rank: this process's rank in the group of ranks that is this worker; None if the worker is one process.
         row: the location of the worker's processes; by default that of this process.
@@ -98,9 +98,8 @@ class Membership:
         state: Callable[[str], State] | None = None,
         beat_seconds: float = 0.5,
         poll_seconds: float = 0.01,
-        fixed: bool = False,
+        kind: Literal["elastic", "fixed", "late"] = "elastic",
         connected: bool = True,
-        meets: bool = True,
         token: bytes = b"",
         rank: int | None = None,
         row: str = "",
@@ -118,15 +117,13 @@ class Membership:
         self._part = "" if rank is None else f".{rank}"  # in the keys of what each rank of a group has by itself
         self._given_state = state
         self._beat_seconds, self.poll_seconds = beat_seconds, poll_seconds
-        self._fixed, self._connected, self._meets = fixed, connected, meets
-        self._kind = "fixed" if fixed else "elastic" if meets else "late"
+        self._kind, self._connected = kind, connected
         self._fix = (
             "name it with THINWIRE_RUN"
             if connected
             else "delete this one with `thinwire bucket clean` or use another path, and load a checkpoint"
         )
-        self._beats: dict[str, tuple[bytes, float]] = {}
-        self._first_beats: dict[str, bytes] = {}
+        self._beats: dict[str, tuple[bytes, float, bool]] = {}  # the last one, since when, whether it is not the first
         self._place: tuple[str, list[str]] | None = None
         self._request_key = ""  # the key of a request that was not served yet
         self.last_request = 0
@@ -138,6 +135,12 @@ class Membership:
         self._ended = threading.Event()
         self._store_is_lost = False
         self._in_brief = _InBrief()
+
+    @property
+    def current(self) -> View:
+        """Return the current view, after `enter`."""
+        assert self.view is not None, "enter() comes first"
+        return self.view
 
     # -- entering --------------------------------------------------------------------------------------------------
 
@@ -156,37 +159,33 @@ class Membership:
         end = time.monotonic() + self.timeout
         try:
             if self._follows:
-                return self._follow(0)
+                return self._accept(self._follow(0))
             threading.Thread(target=self._beat, daemon=True, name="thinwire-beat").start()
             if self._kind != "elastic":
                 self._write(f"kind/{self.worker}", self._kind)
             while True:
                 last = self.newest()
                 if last is None or self._restarts(last):
-                    view = self._begin(0 if last is None else last.epoch + 1, rank, size)
-                    if view.rank(self.worker) is not None:
-                        return self._accept(view)
-                elif self._fixed and time.monotonic() > end:
+                    last = self._begin(0 if last is None else last.epoch + 1, rank, size)
+                    if last.rank(self.worker) is not None:
+                        return self._accept(last)
+                elif self._kind == "fixed" and time.monotonic() > end:
                     raise ConfigError(
                         f"this run has {last.size} workers already, and all of them run. Increase the number of "
                         "workers on all machines, leave it out to let workers join later, or use another path"
                     )
-                if last is not None:
-                    self._check_kind(last.members[:1])  # all of them have checked each other
-                if self._fixed:
+                self._check_kind(last.members[:1])  # all of them have checked each other
+                if self._kind == "fixed":
                     time.sleep(self.poll_seconds)
                     continue
                 # The run has started; if that was just now, another worker had this one's rank.
-                if not self._meets:
+                if self._kind == "late":
                     self.request()
-                    first = self.newest()
-                    assert first is not None
-                    return self._accept(first)
+                    return self._accept(last)  # the only one
                 try:
                     return self._join()
                 except RunEndedError:
-                    last = self.newest()
-                    if last is None or not self._restarts(last):
+                    if not self._restarts(self.newest() or last):
                         raise
         except BaseException:
             self.withdraw()
@@ -247,12 +246,12 @@ class Membership:
     def _absent(self, places: Sequence[Any]) -> list[int]:
         """Return the ranks whose workers have withdrawn, or are not known to run."""
         states = self.states_of({place[0]: place[1] for place in places if is_worker(place)})
-        for worker in (each for each, state in states.items() if state is State.UNKNOWN):
-            # A remote worker must show a heartbeat, since a killed worker leaves its record and its last beat.
-            beat = self._beats[worker][0]
-            if self._first_beats.setdefault(worker, beat) != beat:
-                states[worker] = State.RUNNING
-        running = {each for each, state in states.items() if state not in (State.UNKNOWN, State.ENDED)}
+        # A remote worker must show a second heartbeat, since a killed worker leaves its record and its last one.
+        running = {
+            worker
+            for worker, state in states.items()
+            if state in (State.RUNNING, State.STOPPED) or (state is State.UNKNOWN and self._beats[worker][2])
+        }
         return [rank for rank, place in enumerate(places) if not (is_worker(place) and place[0] in running)]
 
     def _restarts(self, last: View) -> bool:
@@ -260,7 +259,7 @@ class Membership:
 
         In a fixed run, if any of them is gone.
         """
-        if self._fixed:
+        if self._kind == "fixed":
             return bool(self.gone(last.members, last))
         key = f"steps/{last.begins}"
         found = self.read(key)
@@ -296,8 +295,7 @@ class Membership:
         Raises:
             PeerLostError: the run has restarted without this worker, or the store cannot be reached.
         """
-        assert self.view is not None, "enter() comes first"
-        key = f"steps/{self.view.begins}"
+        key = f"steps/{self.current.begins}"
         if not self._stepped and self.propose(key, _TAKEN) != _TAKEN:
             raise PeerLostError(
                 f"worker {self.worker}: it was considered lost before the first step, and the others have restarted "
@@ -312,22 +310,19 @@ class Membership:
         with suppress(StoreLostError), self._in_brief:
             if self._is_group and not self._follows:
                 self._write(f"group/{self.worker}", _WITHDRAWN)
-        if self._place is None and not self._request_key and self.view is None:
-            self.close()  # no other worker knows this one
-            return
-        with suppress(StoreLostError), self._in_brief:
             if self._place is not None:
                 key, own = self._place
                 self.propose(key, _WITHDRAWN, instead_of=own)
             if self._request_key:
                 self._write(self._request_key, _WITHDRAWN)
-            last = self.newest()
-            newest = -1 if last is None else last.epoch
-            first = newest if self.view is None else self.view.epoch
-            # Withdraw from the next views too: others that have just read this worker's record or request may be about
-            # to agree on one that contains it. No worker checks that record in a view without it.
-            for epoch in range(first + 1, newest + 4):
-                self._write(f"next/{epoch}/{self.worker}", _WITHDRAWN)
+            if self._place is not None or self._request_key or self.view is not None:  # others know this worker
+                last = self.newest()
+                newest = -1 if last is None else last.epoch
+                first = newest if self.view is None else self.view.epoch
+                # Withdraw from the next views too: others that have just read this worker's record or request may be
+                # about to agree on one that contains it. No worker checks that record in a view without it.
+                for epoch in range(first + 1, newest + 4):
+                    self._write(f"next/{epoch}/{self.worker}", _WITHDRAWN)
         self.close()
 
     def _join(self, epoch: int = 0) -> View:
@@ -375,11 +370,12 @@ class Membership:
     def _offer_key(self, number: int, part: int) -> str:
         return f"offer/{number}{self._part}/{part}"
 
-    def _follow(self, epoch: int) -> View:
+    def _follow(self, epoch: int, *, ready: bool = False) -> View:
         """Wait until the first rank of this group has entered a view.
 
         Args:
             epoch: the first view that counts.
+            ready: whether this group has a state. Then it is not offered one, and must be in that view.
         """
         number, part = 0, 0
         while True:
@@ -394,17 +390,17 @@ class Membership:
                     )
                 if isinstance(asked, int) and asked != number:
                     number, part = asked, 0
-                if number and self._takes_offer(number, part):
+                if number and not ready and self._takes_offer(number, part):
                     part, end = part + 1, time.monotonic() + 3 * self.timeout
                 if time.monotonic() > end:
                     raise CommTimeoutError(
-                        f"worker {self.worker}: the first rank of this group did not enter the run within "
+                        f"worker {self.worker}: the first rank of this group did not enter a view within "
                         f"{3 * self.timeout:g} s. Start all ranks of the group again"
                     )
                 time.sleep(self.poll_seconds)
             epoch += 1
-            if view.rank(self.worker) is not None:
-                return self._accept(view)
+            if ready or view.rank(self.worker) is not None:
+                return view
 
     def wait_for_step(self) -> int:
         """Wait for the next step of an earlier member of the run; return the number of its last round.
@@ -412,11 +408,10 @@ class Membership:
         Raises:
             PeerLostError: this view ended earlier.
         """
-        assert self.view is not None, "enter() comes first"
-        key = f"step/{self.view.epoch}"
-        while not isinstance(number := self.read(key), int):
+        epoch = self.current.epoch
+        while not isinstance(number := self.read(f"step/{epoch}"), int):
             if self.given_up():
-                raise PeerLostError(f"worker {self.worker}: view {self.view.epoch} ended before its first step")
+                raise PeerLostError(f"worker {self.worker}: view {epoch} ended before its first step")
             time.sleep(self.poll_seconds)
         return number
 
@@ -426,15 +421,12 @@ class Membership:
         Args:
             last_round: the number of the last round, the same on all earlier members of the run.
         """
-        assert self.view is not None, "enter() comes first"
-        self._write(f"step/{self.view.epoch}", last_round)
+        self._write(f"step/{self.current.epoch}", last_round)
 
     def give_up_view(self) -> None:
         """Report to the others that this worker takes no further step."""
-        assert self.view is not None, "enter() comes first"
-        key = f"next/{self.view.epoch + 1}/{self.worker}"
         with suppress(StoreLostError), self._in_brief:
-            self.propose(key, _WITHDRAWN)
+            self.propose(f"next/{self.current.epoch + 1}/{self.worker}", _WITHDRAWN)
 
     def request(self) -> int:
         """Ask to join; return the number of the request."""
@@ -453,8 +445,7 @@ class Membership:
 
     def asked(self, upto: int) -> dict[int, tuple[str, str]]:
         """Return id and process of the workers that asked to join since the last view, by request number."""
-        assert self.view is not None, "enter() comes first"
-        numbers = range(self.view.requests + 1, upto + 1)
+        numbers = range(self.current.requests + 1, upto + 1)
         asks = self.read_each([f"join/{number}" for number in numbers])
         found = {number: (each[0], each[1]) for number, each in zip(numbers, asks, strict=True) if is_worker(each)}
         states = self.states_of(dict(found.values()))
@@ -492,21 +483,31 @@ class Membership:
             CommTimeoutError: this worker has no state yet, and was not accepted again within the timeout; or it was
                 accepted several times and did not connect.
         """
-        before = self.view
-        assert before is not None, "enter() comes first"
+        before = self.current
         epoch = before.epoch + 1
-        if not self._follows:
-            self._write(f"next/{epoch}/{self.worker}", asdict(progress))
-        end = time.monotonic() + self.timeout
+        if self._follows:
+            view = self._follow(epoch, ready=progress.ready)
+        else:
+            self.register(progress)
+            view = self._agree(before, requests, donor)
+        if view.rank(self.worker) is not None:
+            return self._accept(view)
+        if progress.ready:
+            raise PeerLostError(
+                f"worker {self.worker}: the others continue as view {epoch} without this worker, which did not answer "
+                "in time. Start it again to let it join"
+            )
+        self._count_try(before, view, problem)
+        return self._join(epoch)
+
+    def _agree(self, before: View, requests: int | None, donor: str) -> View:
+        """Propose the next view, unless another worker does, as soon as all others have registered for it or are gone.
+
+        Raises:
+            RunEndedError: no worker with a state has registered within the timeout.
+        """
+        epoch, end = before.epoch + 1, time.monotonic() + self.timeout
         while self._view(epoch) is None:
-            if self._follows:
-                if self.has_lost_rank() or time.monotonic() > end + self.timeout:
-                    raise PeerLostError(
-                        f"worker {self.worker}: another rank of this group has ended, or has not entered view {epoch}. "
-                        "Start all ranks of the group again"
-                    )
-                time.sleep(self.poll_seconds)
-                continue
             here = self._registered(before.members, epoch)
             away = self.states_of({each: before.rows[each] for each in before.members if each not in here})
             if all(state is State.ENDED for state in away.values()) or time.monotonic() > end:
@@ -520,18 +521,7 @@ class Membership:
                 self._propose(proposal)
                 break
             time.sleep(self.poll_seconds)
-        view = self._view_of(epoch)
-        if view.rank(self.worker) is None:
-            if not progress.ready:
-                if self._follows:
-                    return self._follow(epoch)
-                self._count_try(before, view, problem)
-                return self._join(epoch)
-            raise PeerLostError(
-                f"worker {self.worker}: the others continue as view {epoch} without this worker, which did not answer "
-                "in time. Start it again to let it join"
-            )
-        return self._accept(view)
+        return self._view_of(epoch)
 
     def _count_try(self, taken_in: View, left_out: View, problem: str) -> None:
         """Stop asking to join after a few views that accepted this worker and failed to connect.
@@ -550,18 +540,17 @@ class Membership:
                 f"if the state takes longer to arrive. Then start this worker again ({problem})"
             )
 
-    def leave(self, progress: Progress) -> None:
-        """Announce that the next view does not contain this worker, without waiting.
+    def register(self, progress: Progress) -> None:
+        """Register for the next view, or announce that it does not contain this worker, without waiting.
 
         Args:
-            progress: the progress of this worker, with the reason.
+            progress: the progress of this worker, with the reason if it leaves.
 
         Raises:
             PeerLostError: the store cannot be reached.
         """
-        assert self.view is not None, "enter() comes first"
         if not self._follows:
-            self._write(f"next/{self.view.epoch + 1}/{self.worker}", asdict(progress))
+            self._write(f"next/{self.current.epoch + 1}/{self.worker}", asdict(progress))
 
     def _proposal(self, before: View, told: Mapping[str, Any], requests: int | None, donor: str) -> View:
         progress = {each: Progress.read(found) for each, found in told.items() if isinstance(found, dict)}
@@ -589,8 +578,7 @@ class Membership:
 
     def history(self) -> list[View]:
         """Return all views of the run so far, from its first to the current one."""
-        assert self.view is not None, "enter() comes first"
-        while (epoch := self.view.begins + len(self._history)) <= self.view.epoch:
+        while (epoch := self.current.begins + len(self._history)) <= self.current.epoch:
             self._history.append(self._view_of(epoch))
         return self._history
 
@@ -609,31 +597,25 @@ class Membership:
 
     def facts(self, own: str) -> str:
         """Return the settings of the run as its first worker recorded them; `own` if this is the first."""
-        assert self.view is not None, "enter() comes first"
-        key = f"facts/{self.view.begins}{self._part}"
-        return str(self.propose(key, own))
+        return str(self.propose(f"facts/{self.current.begins}{self._part}", own))
 
     # -- who runs --------------------------------------------------------------------------------------------------
 
     def given_up(self) -> bool:
         """Return True if this view has ended or cannot connect: a member is gone or registered for the next."""
-        assert self.view is not None, "enter() comes first"
-        epoch, rows = self.view.epoch + 1, self.view.rows
-        others = [each for each in self.view.members if each != self.worker]
+        view = self.current
+        others = {each: row for each, row in view.rows.items() if each != self.worker}
         if self._store_is_lost:
-            return any(self._state_by_process(each, rows[each]) is State.ENDED for each in others)
+            return any(self._state_by_process(*each) is State.ENDED for each in others.items())
         try:
             with self._in_brief:
-                return self._view_has_ended(others, epoch, rows)
+                if self._is_group and (self.has_lost_rank() or self.read(self._failure_key()) is not None):
+                    return True
+                states = self.states_of(others, self._given_up_seconds)
+                return State.ENDED in states.values() or bool(self._registered(list(others), view.epoch + 1))
         except StoreLostError:
             self._store_is_lost = self._connected  # ends the run at the next change of view, not earlier
             return False
-
-    def _view_has_ended(self, others: list[str], epoch: int, rows: Mapping[str, str]) -> bool:
-        if self._is_group and (self.has_lost_rank() or self.read(self._failure_key()) is not None):
-            return True
-        states = self.states_of({each: rows[each] for each in others}, self._given_up_seconds)
-        return State.ENDED in states.values() or bool(self._registered(others, epoch))
 
     def has_lost_rank(self) -> bool:
         """Return True if the process of another rank of this worker's group is known to have ended."""
@@ -644,8 +626,7 @@ class Membership:
         self._write(self._failure_key(), True)
 
     def _failure_key(self) -> str:
-        assert self.view is not None, "enter() comes first"
-        return f"fails/{self.view.epoch}/{self.worker}"
+        return f"fails/{self.current.epoch}/{self.worker}"
 
     @property
     def _given_up_seconds(self) -> float:
@@ -685,7 +666,7 @@ class Membership:
         for worker, beat in zip(workers, beats, strict=True):
             known = self._beats.get(worker)
             if known is None or known[0] != beat:
-                self._beats[worker] = known = (beat, seen)
+                self._beats[worker] = known = (beat, seen, known is not None)
             found.append((max(0.0, now - known[1]), beat.decode(errors="replace")))
         return found
 
@@ -698,7 +679,7 @@ class Membership:
             # The store may be gone, or a record damaged; the training thread notices and stops.
             with suppress(RuntimeError, OSError, CommError):
                 self._store.set(f"beat/{self.worker}", f"{beat} {self.report()}".rstrip())
-                if not self._fixed:
+                if self._kind != "fixed":
                     self._count_requests()
 
     @property
@@ -708,15 +689,14 @@ class Membership:
 
     def are_gone(self, ranks: Collection[int]) -> bool:
         """Return True if one of these ranks of the view has ended."""
-        view = self.view
-        assert view is not None, "enter() comes first"
+        view = self.current
         with suppress(StoreLostError), self._in_brief:  # the call that waits for them fails at its timeout
             return bool(self.gone([view.members[rank] for rank in ranks], view))
         return False
 
     def close(self) -> None:
         """Stop the heartbeat thread."""
-        if not (self._connected and self._meets) and self.view is not None and not self.has_left:
+        if (self._kind == "late" or not self._connected) and self.view is not None and not self.has_left:
             self.give_up_view()
         self._ended.set()
 

@@ -88,9 +88,8 @@ class Elastic:
     """
 
     def __init__(self, fleet: Fleet, comm: ElasticComm, offered: Offered) -> None:
-        assert fleet.membership.view is not None
         self.worker_id, self.comm = fleet.membership.worker, comm
-        self.view: View = fleet.membership.view
+        self.view = fleet.membership.current
         self.costs: dict[str, float] = {}
         self.on_view: list[Callable[[View], None]] = []
         self._fleet = fleet
@@ -586,7 +585,7 @@ class Elastic:
         if self.worker_id in leaving:
             left = Progress(self._round, self._done, self.worker.step, left=leaving[self.worker_id] or "notice")
             # No rank of a group ends before the first one has announced it, or the others would call the group lost.
-            self._attempt(lambda: self._membership.leave(left))
+            self._attempt(lambda: self._membership.register(left))
             self.close()
             return True
         # A worker that left the view was lost in between, or was released because of a loss.

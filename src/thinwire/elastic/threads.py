@@ -66,7 +66,7 @@ class ThreadNetwork:
             state=self.state,
             beat_seconds=0.02,
             token=self.token,
-            meets=late is None,
+            kind="elastic" if late is None else "late",
             rank=None if group is None else group.rank,
             row=own_row().hex() * (1 if group is None else group.size),
         )
