@@ -161,17 +161,17 @@ def fleet_from_environment(
         first = (str(error) or "no answer").splitlines()[0][:200]
         raise CommTimeoutError(f"the store of workers does not answer within {timeout:g} s ({first})") from None
     _entered[run] += 1  # not earlier, since a failed entry is repeated
-    worker = f"{'group' if rank is None else rank}-{secrets.token_hex(4)}"
+    worker, part, ranks = f"{'group' if rank is None else rank}-{secrets.token_hex(4)}", "", None
+    told: dict[str, Any] = {}  # of a group, for its membership
+    if group is not None and group.size > 1:  # a single rank is a worker like any other
+        settings = {"THINWIRE_RUN": run, "THINWIRE_WORKERS": size, "THINWIRE_RANK": rank}
+        ranks, told = _members_of(group, worker, settings)
+        worker, part = ranks.worker, f"{group.rank}/"
+    kind = "elastic" if late is None else "late"
+    membership = Membership(views, worker, timeout=timeout, token=token, kind=kind, **told)
+    connector = GlooConnector(views, lambda name: hidden(token, f"{part}{name}"))
     objects = StoreObjects(cast(Store, views), token)
-    if group is None or group.size == 1:  # a single rank is a worker like any other
-        kind = "elastic" if late is None else "late"
-        membership = Membership(views, worker, timeout=timeout, token=token, kind=kind)
-        connector = GlooConnector(views, lambda name: hidden(token, name))
-        return Fleet(membership, connector, rank, size, (run, before), objects=objects, late=late)
-    worker, row = _same_in_group(group, worker, {"THINWIRE_RUN": run, "THINWIRE_WORKERS": size, "THINWIRE_RANK": rank})
-    membership = Membership(views, worker, timeout=timeout, token=token, rank=group.rank, row=row)
-    connector = GlooConnector(views, lambda name: hidden(token, f"{group.rank}/{name}"))
-    return Fleet(membership, connector, rank, size, (run, before), ranks=Ranks(group, worker))
+    return Fleet(membership, connector, rank, size, (run, before), objects=objects, late=late, ranks=ranks)
 
 
 def _check_ranks_of(group: Comm) -> None:
@@ -182,8 +182,8 @@ def _check_ranks_of(group: Comm) -> None:
         )
 
 
-def _same_in_group(group: Comm, worker: str, settings: Mapping[str, object]) -> tuple[str, str]:
-    """Return the id that the first rank of a group has drawn for all, and the locations of all their processes.
+def _members_of(group: Comm, worker: str, settings: Mapping[str, object]) -> tuple[Ranks, dict[str, Any]]:
+    """Return the ranks of a group, with the id that its first rank has drawn, and their arguments of `Membership`.
 
     Raises:
         ConfigError: a variable differs between the ranks.
@@ -197,7 +197,7 @@ def _same_in_group(group: Comm, worker: str, settings: Mapping[str, object]) -> 
                     f"{name} is {told[0][2][name]} on rank 0 and {value} on rank {rank} of one group. Set it to the "
                     "same value on all ranks of the group"
                 )
-    return told[0][0], "".join(row for _, row, _ in told)
+    return Ranks(group, told[0][0]), {"rank": group.rank, "row": "".join(row for _, row, _ in told)}
 
 
 def fleet_in_bucket(
@@ -240,11 +240,11 @@ def fleet_in_bucket(
     worker = f"{'w' if rank < 0 else rank}-{secrets.token_hex(4)}"
     if group is not None and group.size > 1:
         _check_ranks_of(group)
-        worker, row = _same_in_group(group, worker, {"rendezvous": url, "workers": size, "THINWIRE_RANK": rank})
-        part = f"/{group.rank}" if group.rank else ""
-        if not fixed:
-            ranks, told = Ranks(group, worker), {"rank": group.rank, "row": row}
-        elif rank < 0:
+        ranks, told = _members_of(group, worker, {"rendezvous": url, "workers": size, "THINWIRE_RANK": rank})
+        worker, part = ranks.worker, f"/{group.rank}" if group.rank else ""
+        if fixed:  # the ranks of its groups are as many fixed runs
+            ranks, told = None, {}
+        if fixed and rank < 0:
             raise ConfigError(
                 f"{size} groups with rendezvous: THINWIRE_RANK is not set. All ranks of a group need the number of the "
                 f"group. Set it to a number from 0 to {size - 1}"
@@ -265,32 +265,23 @@ def fleet_in_bucket(
         connected=False,
         **told,
     )
-
-    def members() -> str:
-        # In names, so that a view that an attacker has restored shares no objects with another one.
-        return "" if membership.view is None else " ".join(membership.view.members)
-
-    atexit.register(_close_at_exit, weakref.ref(membership), os.getpid())
-    connector = BucketConnector(bucket, f"{before}/calls{part}", members)
-    objects = BucketObjects(bucket, str(before), timeout=timeout)
-    fleet = Fleet(
-        membership,
-        connector,
-        None if rank < 0 else rank,
-        size,
-        (url, before),
-        bucket.seconds,
-        objects,
-        late,
-        ranks,
-    )
-    return fleet, fixed
+    close_at_exit(membership.close)
+    # Names have the members, so that a view that an attacker has restored shares no objects with another one.
+    connector = BucketConnector(bucket, f"{before}/calls{part}", lambda: " ".join(membership.current.members))
+    objects, entered = BucketObjects(bucket, str(before), timeout=timeout), (url, before)
+    first = None if rank < 0 else rank
+    return Fleet(membership, connector, first, size, entered, bucket.seconds, objects, late, ranks), fixed
 
 
-def _close_at_exit(membership: weakref.ref[Membership], process: int) -> None:
-    """Let the other workers know that this process has ended."""
-    if (found := membership()) is not None and os.getpid() == process:
-        found.close()
+def close_at_exit(close: Callable[[], None]) -> None:
+    """Call a method when this process ends, so that the other workers know; its object is not kept for that."""
+    held, process = weakref.WeakMethod(close), os.getpid()
+
+    def run() -> None:
+        if os.getpid() == process and (found := held()) is not None:
+            found()
+
+    atexit.register(run)
 
 
 def _number(name: str, otherwise: int) -> int:

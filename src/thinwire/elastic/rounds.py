@@ -13,13 +13,10 @@ that may fail, the ranks of a group agree (`_attempt`): a group has the result o
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
 import sys
 import time
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -34,7 +31,7 @@ from thinwire.core.replica.replica import Replica
 from thinwire.core.replica.state import replace_entries
 from thinwire.core.view import Progress, View, last_kept_round, rows_in
 from thinwire.elastic.elastic_comm import ElasticComm
-from thinwire.elastic.fleet import Fleet, fleet_from_environment
+from thinwire.elastic.fleet import Fleet, close_at_exit, fleet_from_environment
 from thinwire.elastic.handover import Arrivals, Offered, can_copy, hand_over
 from thinwire.elastic.late import LateMerging
 from thinwire.elastic.late_rounds import LateRounds
@@ -174,14 +171,16 @@ class Elastic:
         # Which of them send at a step depends on the rank, so a rank that sent nothing does not know whether all ranks
         # sent nothing.
         self._uneven = not self._neighbours and strategy.traits.topology is not None
-        self._parts = [each for each in nested(strategy) if not _silent(each)]
+        # Their own hooks send something.
+        silent = (Strategy.after_step, Wrapper.after_step)
+        self._parts = [each for each in nested(strategy) if type(each).after_step not in silent]
         self._reads_before = any(
             type(each).before_step not in (Strategy.before_step, Wrapper.before_step) for each in nested(strategy)
         )
 
         worker.undo.callback(self.close)
         if self._ranks is not None:
-            atexit.register(_close_at_exit, weakref.ref(self), os.getpid())
+            close_at_exit(self.close)
         if self.view.progress:
             # Of a run that has begun: its state comes from one of its workers.
             self._round = last_kept_round(self.view.ready.values())
@@ -286,7 +285,7 @@ class Elastic:
             if step >= self._opens_at:
                 self._open_again()
         elif self._neighbours and self._membership.requests() > self.view.requests:
-            self._change("a worker asks to join", [], repeats=False, requests=self._membership.requests())
+            self._change("a worker asks to join", requests=self._membership.requests())
         elif (averages := self._averages_now()) or self._waits() or self._may_send(step):
             ends = averages or not self._neighbours
             if averages:
@@ -300,7 +299,6 @@ class Elastic:
                 sends=ends and self._uneven,
                 needed=lambda: averages or self._waits() or self._may_send(step),
                 uses=self._steps_in_average(step),
-                delayed=self.worker.strategy.traits.rounds.delay > 0,
             )
             ended = True
             if self._neighbours:  # also where it has failed: the view that followed has its loss
@@ -316,7 +314,7 @@ class Elastic:
     def _take_in(self, *, round_ended: bool) -> None:
         """Let those come that ask to: with the state of another worker at once, or when they have got a copy of it."""
         if not can_copy(self.worker) or (self._arrivals is not None and self._arrivals.failed):
-            self._change("a worker asks to join", [], repeats=False, requests=self._requests)
+            self._change("a worker asks to join", requests=self._requests)
         elif self._arrivals is None:
             self._arrivals = Arrivals(self.worker, self._membership, self._connector, self._requests)
         elif round_ended:
@@ -326,14 +324,14 @@ class Elastic:
         """Before a round: take in those that have the state in which it began."""
         self.comm.timeout = self._membership.timeout  # the one that sends waits until all has arrived
         if problem := self._attempt(lambda: arrivals.agree(self.comm)):
-            self._change(problem, [], repeats=False)
+            self._change(problem)
             return
         if self._ranks is not None:
             parts = self._ranks.gather(arrivals.complete, arrivals.failed)
             arrivals.complete = all(complete for complete, _ in parts)
             arrivals.failed = any(failed for _, failed in parts)
         if arrivals.complete:
-            self._change("a worker joins", [], repeats=False, requests=arrivals.upto, donor=arrivals.donor)
+            self._change("a worker joins", requests=arrivals.upto, donor=arrivals.donor)
 
     def _be_silent(self, after_step: Callable[[], None]) -> None:
         """Take part in the round that the others end, with nothing to add."""
@@ -364,7 +362,7 @@ class Elastic:
             self._hold(self._kept_members)
 
         if problem := self._attempt(hold):
-            self._change(problem, [], repeats=False)
+            self._change(problem)
 
     # -- between two steps -----------------------------------------------------------------------------------------
 
@@ -415,7 +413,7 @@ class Elastic:
     def drop_newcomers(self) -> None:
         """Let workers that have not begun yet ask to join again; the members that were here before call it together."""
         if self._whole is not None and not self.has_just_joined:
-            self._change("the state has changed", [], repeats=False)
+            self._change("the state has changed")
 
     def together(self, body: Callable[[], T], *, sends: bool = True) -> T:
         """Run a common call of all workers at one step, such as evaluation; repeat it if a worker is lost.
@@ -448,7 +446,6 @@ class Elastic:
         sends: bool = False,
         needed: Callable[[], bool] = lambda: True,
         uses: int | None = None,
-        delayed: bool = False,
     ) -> T | None:
         """Run what communicates; where a worker is lost in it, all survivors keep its result, or none does.
 
@@ -461,8 +458,8 @@ class Elastic:
             sends: whether it is known to communicate; otherwise the meter shows it.
             needed: whether it is a round at all, asked in a new view: others, which had kept the round before, may be a
                 step behind, and come here with nothing in flight.
-            uses: how many steps of all workers its result contains; None where it is no average.
-            delayed: whether it is an average only if a mean that was in flight has arrived.
+            uses: how many steps of all workers its result contains; None where it is no average. With a delay it is one
+                only if a mean that was in flight has arrived.
         """
         while True:
             kept = [
@@ -490,7 +487,8 @@ class Elastic:
                         for name, work in before.inflight.items()
                     )
                     sent = sends or arrived or self.comm.meter.messages > messages
-                    self._end_round(sent, uses if arrived or not delayed else None)
+                    averages = arrived or not self.worker.strategy.traits.rounds.delay
+                    self._end_round(sent, uses if averages else None)
 
             if not (problem := self._attempt(attempt)):
                 return result
@@ -591,7 +589,7 @@ class Elastic:
         # A worker that left the view was lost in between, or was released because of a loss.
         if gone := [each for each in self.view.members if each in leaving]:
             reasons = ", ".join(f"{each} has left: {leaving[each]}" for each in gone)
-            self._change(reasons, [], repeats=False)  # join requests are handled after that
+            self._change(reasons)  # join requests are handled after that
         return False
 
     def _let_go(self, leaving: Mapping[str, str]) -> None:
@@ -604,7 +602,13 @@ class Elastic:
     # -- a change of view ------------------------------------------------------------------------------------------
 
     def _change(
-        self, problem: str, kept: list[_Kept], *, repeats: bool, requests: int | None = None, donor: str = ""
+        self,
+        problem: str,
+        kept: Sequence[_Kept] = (),
+        *,
+        repeats: bool = False,
+        requests: int | None = None,
+        donor: str = "",
     ) -> bool:
         """Agree on a new view, and open it; returns whether the round's result is kept.
 
@@ -858,11 +862,6 @@ def enter(
     return views
 
 
-def _close_at_exit(elastic: weakref.ref[Elastic], process: int) -> None:
-    if (found := elastic()) is not None and os.getpid() == process:
-        found.close()
-
-
 def _check_ranks(view: View, worker: str) -> None:
     """Check that this worker has as many ranks as all others.
 
@@ -884,12 +883,6 @@ def _last_average(view: View) -> tuple[int, int]:
     workers = view.ready.values()
     last = last_kept_round(workers)
     return max(average for each in workers for average in each.averages if average[0] <= last)
-
-
-def _silent(strategy: Strategy) -> bool:
-    """Return True if a strategy's own hooks send nothing."""
-    hooks = (Strategy.after_step, Wrapper.after_step)
-    return type(strategy).after_step in hooks
 
 
 def _copied(x: Tensor) -> Tensor:
