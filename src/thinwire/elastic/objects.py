@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 from thinwire.core.comm.roll_call import Store
@@ -55,29 +54,24 @@ class BucketObjects:
 
     def put(self, name: str, content: bytes) -> None:
         """Write an object."""
-        self._wait(self._bucket.put(f"{self._place}/{name}", content, seconds=self._timeout))
+        with self._as_timeout():
+            self._bucket.wait(self._bucket.put(f"{self._place}/{name}", content, seconds=self._timeout))
 
     def get(self, names: Sequence[str], most: int) -> list[bytes | None]:
         """Return objects, which are requested at the same time."""
-
-        async def of(name: str) -> bytes | None:
-            return await self._bucket.repeated(
-                lambda: self._bucket.get(f"{self._place}/{name}", most), seconds=self._timeout
-            )
-
-        async def of_all() -> list[bytes | None]:
-            return list(await asyncio.gather(*(of(name) for name in names)))
-
-        return self._wait(of_all())
+        places = [f"{self._place}/{name}" for name in names]
+        with self._as_timeout():
+            return self._bucket.wait_all(self._bucket.get(place, most, seconds=self._timeout) for place in places)
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects."""
-        with suppress(CommTimeoutError):  # `thinwire bucket clean` deletes what is left
-            self._wait(self._bucket.delete([f"{self._place}/{name}" for name in names]))
+        with suppress(ConnectionError):  # `thinwire bucket clean` deletes what is left
+            self._bucket.wait(self._bucket.delete([f"{self._place}/{name}" for name in names]))
 
-    def _wait(self, call: Any) -> Any:
+    @contextmanager
+    def _as_timeout(self) -> Generator[None]:
         try:
-            return self._bucket.wait(call)
+            yield
         except ConnectionError as error:
             raise CommTimeoutError(
                 f"{self._bucket.url}: the store has not answered within {self._timeout:g} s ({error}). Start this "

@@ -243,7 +243,7 @@ def test_an_object_that_is_not_found_soon_is_asked_for_again(monkeypatch: pytest
 
     monkeypatch.setattr(module, "_REQUEST_SECONDS", 0.2)
     monkeypatch.setattr(obstore, "get_async", hang)
-    assert bucket.wait(bucket.repeated(lambda: bucket.get("a", 1 << 30), 20), 10) == b"first"
+    assert bucket.wait(bucket.get("a", 1 << 30, seconds=20), 10) == b"first"
 
 
 def test_a_read_that_stops_in_the_middle_fails_soon(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -161,6 +161,14 @@ class Bucket:
         bucket._is_open = True
         return bucket
 
+    def wait_all(self, calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+        """Run coroutines of this object at the same time, and return their results."""
+
+        async def of_all() -> list[T]:
+            return list(await asyncio.gather(*calls))
+
+        return self.wait(of_all())
+
     def wait(self, call: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
         """Run a coroutine of this object and return its result.
 
@@ -192,21 +200,23 @@ class Bucket:
         sealed = await self._seal(name, content)
         await self.repeated(lambda: self._put(name, sealed, create=False), seconds)
 
-    async def get(self, name: str, most: int, *, reads: int = _READS) -> bytes | None:
+    async def get(self, name: str, most: int, *, seconds: float = 0.0, reads: int = _READS) -> bytes | None:
         """Return the content of an object of at most `most` bytes; None if it does not exist.
+
+        Failed attempts are repeated for `seconds`.
 
         Raises:
             CommError: the object is larger; or it is damaged, forged, or another object moved to this name, also when
                 it is read `reads` times.
         """
-        sealed = await self._get(name, most + SEAL_BYTES)
+        sealed = await self.repeated(lambda: self._get(name, most + SEAL_BYTES), seconds)
         try:
             return None if sealed is None else await _off_loop(len(sealed), lambda: self._unseal(name, sealed))
         except CommError:
             if reads == 1:
                 raise
         await asyncio.sleep(_FIRST_PAUSE)
-        return await self.get(name, most, reads=reads - 1)
+        return await self.get(name, most, seconds=seconds, reads=reads - 1)
 
     async def list(self, prefix: str) -> list[str]:
         """Return the sorted names of the objects under a prefix; names that thinwire does not write are left out."""
@@ -430,7 +440,7 @@ class Bucket:
         name = f"probe/{secrets.token_hex(8)}"
         start = time.monotonic()
         written = await asyncio.gather(*(self.create(name, bytes([n]), seconds=seconds) for n in range(_RACERS)))
-        found = await self.repeated(lambda: self.get(name, 1), seconds)
+        found = await self.get(name, 1, seconds=seconds)
         self.seconds = time.monotonic() - start
         again = await self.create(name, b"again", seconds=seconds)
         await self.repeated(lambda: self.delete([name]), seconds)
@@ -559,11 +569,7 @@ class BucketStore:
 
     def values(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of keys, b"" for none; all requests are made at the same time."""
-
-        async def of_all() -> list[bytes]:
-            return [value for _, value in await asyncio.gather(*map(self._look, keys))]
-
-        return self._bucket.wait(of_all())
+        return [value for _, value in self._bucket.wait_all(map(self._look, keys))]
 
     def compare_set(self, key: str, expected: str | bytes, desired: str) -> bytes:
         """Store a value if the key has the expected one ("" for none); return the resulting value."""
@@ -584,10 +590,10 @@ class BucketStore:
         """Return the last version of a key and its value; -1 and b"" if it has none."""
         number, value = self._known.get(key, (-1, b""))
         if _is_hint(key):
-            found = await self._get(f"{self._prefix}/hint/{key}")
+            found = await self._get(f"hint/{key}")
             number, value = (0, found) if found is not None else (number, value)
         else:
-            while (found := await self._get(f"{self._prefix}/store/{key}/{number + 1}")) is not None:
+            while (found := await self._get(f"store/{key}/{number + 1}")) is not None:
                 number, value = number + 1, found
         # Another thread may have found a later version meanwhile.
         if number >= self._known.get(key, (0, b""))[0]:
@@ -595,7 +601,7 @@ class BucketStore:
         return number, value
 
     async def _get(self, name: str) -> bytes | None:
-        return await self._bucket.repeated(lambda: self._bucket.get(name, _MOST_RECORD_BYTES), self._seconds)
+        return await self._bucket.get(f"{self._prefix}/{name}", _MOST_RECORD_BYTES, seconds=self._seconds)
 
 
 def _is_hint(key: str) -> bool:
