@@ -64,8 +64,8 @@ EVENTS: dict[str, dict[str, Any]] = {
 def arrive(worker: Worker) -> None:
     """Wait until an early part of a state has arrived, so that its worker joins after the same step in every run."""
     arrivals = worker.elastic._arrivals
-    if arrivals is not None and arrivals._sender is not None:
-        arrivals._sender.wants_late.wait(10)
+    if arrivals is not None and arrivals._sends:
+        arrivals._wants_late.wait(10)
 
 
 def run(recipe: str, device: str, **events: Any) -> list[End]:

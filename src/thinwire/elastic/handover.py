@@ -169,6 +169,8 @@ def can_copy(worker: WorkerState) -> bool:
 class Arrivals:
     """Those that have asked to join, as one that trains sees them; the same on all that do.
 
+    On the donor a thread sends them the state.
+
     Args:
         worker: this one.
         membership: of the run.
@@ -186,13 +188,18 @@ class Arrivals:
         self.upto = upto
         self.donor = membership.current.members[upto % membership.current.size]
         self.complete = self.failed = False
-        self._worker = worker
-        self._sender: _Sender | None = None
-        if self.donor == membership.worker:
+        self._worker, self._membership, self._connector = worker, membership, connector
+        self._epoch = membership.current.epoch
+        self._sends = self.donor == membership.worker
+        self._late: Tensor | None = None
+        self._wants_late, self._given, self._ended = threading.Event(), threading.Event(), threading.Event()
+        self._arrived = self._closed = False
+        self._open: list[Comm] = []
+        self._versions: dict[tuple[int, str], tuple[Tensor, int]] = {}  # of what the late part has
+        if self._sends:
             worker.shards.write()  # as in `_packed`
             early = to_bytes(pack(worker, ("others", "optimizer"), inflight=False))
-            self._sender = _Sender(membership, connector, upto, early)
-            worker.comm.runtime.start_thread(self._sender.run)
+            worker.comm.runtime.start_thread(lambda: self._send_both(early))
 
     def end_round(self, ranks: Ranks | None) -> None:
         """Start to send the late part after a round, if the early part has arrived.
@@ -200,11 +207,18 @@ class Arrivals:
         Args:
             ranks: of this worker, if it is a group: all of them send the state after the same round.
         """
-        if self._sender is None or self._sender.late is not None:
+        if not self._sends or self._late is not None:
             return
-        wants_late = self._sender.wants_late.is_set()
+        wants_late = self._wants_late.is_set()
         if wants_late if ranks is None else all(wants for (wants,) in ranks.gather(wants_late)):
-            self._sender.give(self._worker)
+            self._versions = {
+                (id(r), name): (x, x._version)
+                for r in self._worker.replicas
+                for name, x in r.state.items()
+                if _lasts(r, name)
+            }
+            self._late = to_bytes(_packed(self._worker, ("identity", "replicas"), _lasts))
+            self._given.set()
 
     def agree(self, comm: ElasticComm) -> None:
         """Let all know how far it is; waits for the late part, if it is on its way.
@@ -212,77 +226,50 @@ class Arrivals:
         Raises:
             CommError: a worker was lost.
         """
-        mine = _PENDING if self._sender is None else self._sender.outcome(_WAITS * comm.timeout)
+        mine = _PENDING
+        if self._ended.wait(_WAITS * comm.timeout if self._given.is_set() else 0.0) or self._given.is_set():
+            mine = _COMPLETE if self._arrived else _FAILED
         row = torch.tensor([mine], dtype=torch.int64, device=comm.check_device)
         rows = comm.confirm(row).wait() if comm.size > 1 else [row]
         outcome = max(int(each[0]) for each in rows)
         self.complete, self.failed = outcome == _COMPLETE, outcome == _FAILED
 
-    def finish(self, worker: WorkerState, ranks: list[int]) -> None:
+    def finish(self, ranks: list[int]) -> None:
         """Send later changes, such as sums of learning rates, to the workers that are now in the view."""
-        if self._sender is not None:
-            content = self._sender.changes(worker)
-            for rank in ranks:
-                send(worker.comm, content, rank)
-
-    def close(self) -> None:
-        """Stop sending."""
-        if self._sender is not None:
-            self._sender.close()
-
-
-class _Sender:
-    """The thread that sends."""
-
-    def __init__(self, membership: Membership, connector: Connector, upto: int, early: Tensor) -> None:
-        self.wants_late = threading.Event()
-        self.late: Tensor | None = None
-        self._membership, self._connector, self._upto, self._early = membership, connector, upto, early
-        self._epoch = membership.current.epoch
-        self._given, self._ended = threading.Event(), threading.Event()
-        self._arrived = False
-        self._open: list[Comm] = []
-        self._closed = False
-        self._sent: dict[tuple[int, str], tuple[Tensor, int]] = {}
-
-    def give(self, worker: WorkerState) -> None:
-        """Pack the current late part."""
-        self._sent = {
-            (id(r), name): (x, x._version) for r in worker.replicas for name, x in r.state.items() if _lasts(r, name)
-        }
-        self.late = to_bytes(_packed(worker, ("identity", "replicas"), _lasts))
-        self._given.set()
-
-    def changes(self, worker: WorkerState) -> Tensor:
-        """Return the changes since then, and the settings of the optimizer."""
+        if not self._sends:
+            return
 
         def changed(r: Replica, name: str) -> bool:
             x = r.state[name]
-            sent, version = self._sent.get((id(r), name), (None, -1))
+            sent, version = self._versions.get((id(r), name), (None, -1))
             return _lasts(r, name) and (sent is not x or version != x._version)
 
-        return to_bytes({**_packed(worker, ("step", "replicas"), changed), "groups": optimizer_groups(worker)})
+        changes = _packed(self._worker, ("step", "replicas"), changed)
+        content = to_bytes({**changes, "groups": optimizer_groups(self._worker)})
+        for rank in ranks:
+            send(self._worker.comm, content, rank)
 
-    def outcome(self, seconds: float) -> int:
-        """Return True if both parts have arrived; waits for the late one."""
-        if not self._ended.wait(seconds if self._given.is_set() else 0.0) and not self._given.is_set():
-            return _PENDING
-        return _COMPLETE if self._arrived else _FAILED
+    def close(self) -> None:
+        """Stop sending."""
+        self._closed = True
+        for comm in self._open:
+            self._connector.disconnect(comm)
+        self._given.set()
 
-    def run(self) -> None:
+    def _send_both(self, early: Tensor) -> None:
         """Send both parts to all that ask."""
         own = self._membership
         try:
-            asked = own.asked(self._upto)
+            asked = own.asked(self.upto)
             for number, (worker, row) in asked.items():
-                self._send(number, worker, row, "early", self._early)
-            self.wants_late.set()
+                self._send(number, worker, row, "early", early)
+            self._wants_late.set()
             while not self._given.wait(_LOOKS_SECONDS) and not own.has_left:
                 pass
-            if self.late is None:
+            if self._late is None:
                 return
             for number, (worker, row) in asked.items():
-                self._send(number, worker, row, "late", self.late)
+                self._send(number, worker, row, "late", self._late)
             self._arrived = True
         except (PeerLostError, CommTimeoutError) as error:
             if not self._closed:
@@ -307,13 +294,6 @@ class _Sender:
             ).wait()  # that it has all arrived
         finally:
             self._connector.disconnect(comm)
-
-    def close(self) -> None:
-        """Let the thread end."""
-        self._closed = True
-        for comm in self._open:
-            self._connector.disconnect(comm)
-        self._given.set()
 
 
 class Offered:

@@ -753,7 +753,7 @@ class Elastic:
         if self.worker_id in self._newcomers:
             self._offered.unpack(self.worker, self.view)
         elif self._arrivals is not None:
-            self._arrivals.finish(self.worker, [self.view.members.index(each) for each in self._newcomers])
+            self._arrivals.finish([self.view.members.index(each) for each in self._newcomers])
         self._arrivals = None
 
     def _has_newcomers(self) -> bool:
