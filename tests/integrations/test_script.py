@@ -170,6 +170,33 @@ def test_a_shuffled_loader_is_shared_in_every_epoch_and_evaluation_is_whole(tmp_
     assert any("torch.save writes on rank 0 only" in note for note in notes)
 
 
+PERSISTENT = """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rows = TensorDataset(x, torch.arange(64))
+loader = DataLoader(rows, 4, shuffle=True, num_workers=1, persistent_workers=True)
+for epoch in range(2):
+    seen = []
+    for batch, numbers in loader:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        seen += numbers.tolist()
+    print(*seen)
+with torch.no_grad():
+    print(sum(len(batch) for batch, _ in loader))
+"""
+
+
+def test_a_loader_with_persistent_workers_is_shared_in_another_order_in_each_epoch(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + PERSISTENT)
+    found = run_processes(2, run_up, str(script), "AllReduce()", [])
+    (first, second, whole), (other, another, _) = (printed.splitlines() for printed, _ in found)
+    assert whole == "64" and first != second
+    for ours, theirs in ((first, other), (second, another)):
+        assert sorted(map(int, f"{ours} {theirs}".split())) == list(range(64))
+
+
 def test_workers_that_meet_in_a_folder_read_the_data_in_orders_of_their_own(tmp_path: Path) -> None:
     pytest.importorskip("obstore")
     arguments = (str(MNIST), (tmp_path / "run").as_uri(), new_key(), list[str]())
@@ -261,6 +288,12 @@ optimizer = Skewed(model.parameters(), lr=0.1)
         ),
         ("optimizer = torch.optim.SGD(model.parameters())" + LOOP, "they read the same batches"),
         ("model(x)", "the script has ended without training a model"),
+        (
+            "class Rows(torch.utils.data.IterableDataset):\n    __iter__ = lambda self: iter(x)\n"
+            "optimizer = torch.optim.SGD(model.parameters())\nfor batch in DataLoader(Rows(), 8):\n"
+            "    optimizer.zero_grad()\n    model(batch).square().mean().backward()\n    optimizer.step()\n",
+            "they read the same batches",
+        ),
         (
             "optimizer = torch.optim.SGD([torch.zeros(2, requires_grad=True)])\noptimizer.step()",
             "SGD takes a step, but",

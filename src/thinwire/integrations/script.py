@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from thinwire.errors import ConfigError
 from thinwire.integrations.session import plain_model
@@ -160,7 +160,7 @@ class _Run:
         # Within attach and the attached optimizer's step, in which strategies may use optimizers of their own.
         self._busy = False
         self._seed = 0
-        self._epochs: WeakKeyDictionary[DataLoader[Any], int] = WeakKeyDictionary()
+        self._shares: WeakKeyDictionary[DataLoader[Any], _Share] = WeakKeyDictionary()
         self._saves_reported = False
         # Those of the process that runs the script are not the script's.
         self._earlier: WeakSet[Optimizer] = WeakSet(_alive(Optimizer))
@@ -294,16 +294,14 @@ class _Run:
         iterate, length, save = DataLoader.__iter__, DataLoader.__len__, torch.save
 
         def shared(loader: DataLoader[Any]) -> Any:
-            if not self._is_shared(loader):
+            if not _draws_indices(loader):
                 return iterate(loader)
-            if self.worker is None:
-                self._seed = torch.initial_seed()  # equal on all ranks until the model is attached
-            batches, epoch = cast(Any, loader.batch_sampler), self._epochs.get(loader, 0)
-            self._epochs[loader] = epoch + 1
-            if not epoch:
+            batches = cast(Any, loader.batch_sampler)
+            if (own := self._shares.get(loader)) is None:
+                own = self._shares[loader] = _Share(batches, self._order)
+            if self._trains and not own.epochs:
                 self._report_share(length(loader))
             # DataLoader refuses an assignment after its construction; its iterators read the attribute once.
-            own = _OwnOrder(batches) if self._own_order else _Share(batches, self.rank, self.size, self._seed + epoch)
             vars(loader)["batch_sampler"] = own
             try:
                 return iterate(loader)
@@ -311,7 +309,8 @@ class _Run:
                 vars(loader)["batch_sampler"] = batches
 
         def shared_length(loader: DataLoader[Any]) -> int:
-            return length(loader) // (self.size if self._is_shared(loader) and not self._own_order else 1)
+            shares = self._trains and _draws_indices(loader) and not self._own_order
+            return length(loader) // (self.size if shares else 1)
 
         def save_on_first(*arguments: Any, **more: Any) -> None:
             if not self._saves_reported:
@@ -329,10 +328,20 @@ class _Run:
             undo.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, function)
 
-    def _is_shared(self, loader: DataLoader[Any]) -> bool:
-        training = self.worker is None or self.worker.model.training
-        own = isinstance(getattr(loader, "sampler", None), DistributedSampler)
-        return training and torch.is_grad_enabled() and loader.batch_sampler is not None and not own
+    @property
+    def _trains(self) -> bool:
+        """True if data that are read now are for training."""
+        return (self.worker is None or self.worker.model.training) and torch.is_grad_enabled()
+
+    def _order(self, batches: Any, epoch: int) -> Iterator[Any] | None:
+        """Return this worker's batches of an epoch; None if they are not for training."""
+        if not self._trains:
+            return None
+        if self._own_order:
+            return _in_own_order(batches)
+        if self.worker is None:
+            self._seed = torch.initial_seed()  # equal on all ranks until the model is attached
+        return _every(batches, self.rank, self.size, self._seed + epoch)
 
     def _report_share(self, batches: int) -> None:
         if self._own_order:
@@ -349,32 +358,44 @@ class _Run:
         )
 
 
+def _draws_indices(loader: DataLoader[Any]) -> bool:
+    """Return True if a DataLoader draws the indices of its batches, and not those of one rank."""
+    own = isinstance(getattr(loader, "sampler", None), DistributedSampler)
+    return loader.batch_sampler is not None and not own and not isinstance(loader.dataset, IterableDataset)
+
+
 class _Share:
-    """Every `size`-th batch of an order that is equal on all ranks; an incomplete last group is left out."""
+    """The batches of a DataLoader; if it is read for training, those of one worker.
 
-    def __init__(self, batches: Any, rank: int, size: int, seed: int) -> None:
-        self._batches, self._rank, self._size, self._seed = batches, rank, size, seed
+    A loader with persistent workers reads the object of its first epoch in all epochs.
+    """
 
-    def __iter__(self) -> Iterator[Any]:
-        batches = _drawn(self._batches, self._seed)
-        while len(group := list(islice(batches, self._size))) == self._size:
-            yield group[self._rank]
-
-
-class _OwnOrder:
-    """All batches in a worker's own random order."""
-
-    def __init__(self, batches: Any) -> None:
-        self._batches = batches
+    def __init__(self, batches: Any, order: Callable[[Any, int], Iterator[Any] | None]) -> None:
+        self._batches, self._order = batches, order
+        self.epochs = 0
 
     def __iter__(self) -> Iterator[Any]:
-        seed = secrets.randbits(32)
-        batches = _drawn(self._batches, seed)
-        if isinstance(getattr(self._batches, "sampler", None), SequentialSampler):
-            rows = list(batches)
-            order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed), device="cpu")
-            batches = (rows[index] for index in order.tolist())
-        yield from batches
+        found = self._order(self._batches, self.epochs)
+        self.epochs += found is not None
+        return iter(self._batches) if found is None else found
+
+
+def _every(batches: Any, rank: int, size: int, seed: int) -> Iterator[Any]:
+    """Yield every `size`-th batch of an order that is equal on all ranks; an incomplete last group is left out."""
+    order = _drawn(batches, seed)
+    while len(group := list(islice(order, size))) == size:
+        yield group[rank]
+
+
+def _in_own_order(batches: Any) -> Iterator[Any]:
+    """Yield all batches in a worker's own random order."""
+    seed = secrets.randbits(32)
+    order = _drawn(batches, seed)
+    if isinstance(getattr(batches, "sampler", None), SequentialSampler):
+        rows = list(order)
+        indices = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed), device="cpu")
+        order = (rows[index] for index in indices.tolist())
+    yield from order
 
 
 def _drawn(batches: Any, seed: int) -> Iterator[Any]:
