@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NoReturn, Protocol
 
+import torch
 from torch import Tensor
 
 from thinwire.core.comm.base import Comm
@@ -70,10 +71,13 @@ class ElasticComm(Comm):
         self._comm.in_step, self._comm.calling = self.in_step, self.calling
         return self._comm
 
-    def confirm(self, row: Tensor) -> Work[list[Tensor]]:
-        """All-gather a few numbers of every rank at the end of a round, counted as check bytes."""
-        self.meter.check_bytes += (self.size - 1) * row.numel() * row.element_size()
-        return self.comm._all_gather(row)
+    def confirm(self, *numbers: int) -> list[list[int]]:
+        """Return a few numbers of every rank, which all call at the end of a round; counted as check bytes."""
+        if self.size == 1:
+            return [list(numbers)]
+        row = torch.tensor(numbers, dtype=torch.int64, device=self.check_device)
+        self.meter.check_bytes += (self.size - 1) * row.nbytes
+        return [each.tolist() for each in self.comm._all_gather(row).wait()]
 
     def _attach_check(self, call: str) -> bool:
         return self.comm._attach_check(call)

@@ -229,9 +229,7 @@ class Arrivals:
         mine = _PENDING
         if self._ended.wait(_WAITS * comm.timeout if self._given.is_set() else 0.0) or self._given.is_set():
             mine = _COMPLETE if self._arrived else _FAILED
-        row = torch.tensor([mine], dtype=torch.int64, device=comm.check_device)
-        rows = comm.confirm(row).wait() if comm.size > 1 else [row]
-        outcome = max(int(each[0]) for each in rows)
+        outcome = max(each for (each,) in comm.confirm(mine))
         self.complete, self.failed = outcome == _COMPLETE, outcome == _FAILED
 
     def finish(self, ranks: list[int]) -> None:

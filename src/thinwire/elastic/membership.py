@@ -383,20 +383,15 @@ class Membership:
             end = time.monotonic() + 3 * self.timeout
             while (view := self._view(epoch)) is None:
                 asked = self.read(f"group/{self.worker}")
-                if asked == _WITHDRAWN or self.has_lost_rank():
+                if asked == _WITHDRAWN or self.has_lost_rank() or time.monotonic() > end:
                     raise PeerLostError(
-                        f"worker {self.worker}: another rank of this group has ended, or could not enter the run. See "
-                        "its error, and start all ranks of the group again"
+                        f"worker {self.worker}: another rank of this group has ended, or has not entered the run "
+                        f"within {3 * self.timeout:g} s. See its error, and start all ranks of the group again"
                     )
                 if isinstance(asked, int) and asked != number:
                     number, part = asked, 0
                 if number and not ready and self._takes_offer(number, part):
                     part, end = part + 1, time.monotonic() + 3 * self.timeout
-                if time.monotonic() > end:
-                    raise CommTimeoutError(
-                        f"worker {self.worker}: the first rank of this group did not enter a view within "
-                        f"{3 * self.timeout:g} s. Start all ranks of the group again"
-                    )
                 time.sleep(self.poll_seconds)
             epoch += 1
             if ready or view.rank(self.worker) is not None:

@@ -507,23 +507,17 @@ class Elastic:
             return
         if uses is not None:
             self._averages = (*self._averages[-1:], (self._round, uses))
-        if self.comm.size == 1:
-            self._requests = self._membership.requests()
-        else:
-            self.confirm()
+        self.confirm()
 
     def confirm(self) -> None:
         """Tell all others that this worker has the round's result, and wait until all have it."""
-        mine = torch.tensor(
-            [self._round, self._membership.requests()], dtype=torch.int64, device=self.comm.check_device
-        )
-        rows = self.comm.confirm(mine).wait()
+        rows = self.comm.confirm(self._round, self._membership.requests())
         if self._whole is None:
             self._release_part()  # all have begun a step since
         now = time.monotonic()
         self._patience.record(now - self._round_ended)
         self._round_ended, self.comm.timeout = now, self._patience.seconds
-        self._requests = max(int(row[1]) for row in rows)
+        self._requests = max(requests for _, requests in rows)
 
     def _steps_in_average(self, step: int) -> int | None:
         """Return how many steps of all workers the round after so many steps contains; None where it is no average."""
