@@ -78,7 +78,7 @@ class Fleet:
         rank = view.rank(self.membership.worker)
         assert rank is not None and isinstance(self.connector, BucketConnector)
         return self.connector.connect_fixed(
-            view.epoch, rank, view.size, timeout, lost=self.membership.are_gone, on_close=self.membership.close
+            view.epoch, rank, view.size, timeout=timeout, lost=self.membership.are_gone, on_close=self.membership.close
         )
 
     def agree(self, facts: Facts) -> None:
