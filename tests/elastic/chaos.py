@@ -513,11 +513,11 @@ class Run:
     def averaged(self, done: int, crews: list[Any]) -> tuple[int, int]:
         """Return how many steps of a worker are in an average at least, and at most, after `done` reported ones."""
         period, delay = PERIODS[self.plan.recipe], DELAY if self.plan.recipe == DELAYED else 0
-        launched = range(0, done + 2, period)
+        ends = range(0, done + 2, period)
         # A mean in flight is dropped when members change; nobody's model contains its steps then.
-        dropped = {step for step in launched for crew in crews[1:] if delay and step <= crew[0] <= step + delay + 1}
-        least = max(step for step in launched if step == 0 or (step + delay <= done and step not in dropped))
-        return least, max(step for step in launched if step == 0 or step + delay <= done + 1)
+        dropped = {end for end in ends for crew in crews[1:] if delay and end - delay <= crew[0] <= end + 1}
+        least = max(end for end in ends if end == 0 or (end <= done and end not in dropped))
+        return max(0, least - delay), max(0, max(ends) - delay)
 
     def unreported(self, name: str, crews: list[Any], step: int) -> list[tuple[int, int]]:
         """Return the batch of the step that a lost worker could not report."""

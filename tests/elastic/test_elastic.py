@@ -435,11 +435,11 @@ def test_steps_after_the_last_meeting_of_a_lost_neighbor_are_used_by_nobody(kill
     assert [each.crews[1].unused_from for each in alive] == [steps]
 
 
-@pytest.mark.parametrize(("joins", "steps"), [(7, 0), (10, 8)], ids=["in flight", "arrived"])
+@pytest.mark.parametrize(("joins", "steps"), [(4, 0), (7, 5)], ids=["in flight", "arrived"])
 def test_a_mean_in_flight_that_a_joining_worker_interrupts_contains_nothing(joins: int, steps: int) -> None:
-    """The first mean is launched at step 8 and used at step 11; a worker is lost before the second one."""
+    """The first mean is launched at step 5 and used at step 8; a worker is lost before the second one."""
     strategy = DiLoCo(period=8, delay=3)
-    ends = run_fleet(3, strategy, steps=18, epoch=100, kills=(Kill(1, 12),), joins=(joins,))
+    ends = run_fleet(3, strategy, steps=18, epoch=100, kills=(Kill(1, 9),), joins=(joins,))
     alive = survivors(ends)
     assert len(alive) == 3 and alive[0].epochs[1][1] == ("w0", "w1", "w2", "w3")
     assert [each.crews[-1].unused_from for each in alive] == [steps] * 3
@@ -449,7 +449,7 @@ def test_a_mean_in_flight_that_a_joining_worker_interrupts_contains_nothing(join
 
 @pytest.mark.parametrize(
     ("strategy", "saved", "steps"),
-    [(LocalSGD(period=4), 6, 4), (LocalSGD(period=4), 2, 0), (DiLoCo(period=8, delay=3), 13, 8), (AllReduce(), 6, 6)],
+    [(LocalSGD(period=4), 6, 4), (LocalSGD(period=4), 2, 0), (DiLoCo(period=8, delay=3), 19, 8), (AllReduce(), 6, 6)],
     ids=str,
 )
 def test_a_loaded_state_contains_the_steps_of_its_last_average(

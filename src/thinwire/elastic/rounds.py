@@ -526,12 +526,15 @@ class Elastic:
         if traits.rounds.fragments > 1:
             return max(0, step - period - delay)
         if delay:
-            return max(0, step - delay) // period * period
+            return max(0, step - delay)
         return step if traits.averages_at(step) or not traits.rounds.local or self._neighbours else None
 
     def _steps_in_last_average(self) -> int:
-        """Return how many steps of all workers a loaded state contains; later ones are each worker's own."""
-        found = (self._steps_in_average(step) for step in range(self.worker.step, 0, -1))
+        """Return how many steps of all workers a loaded state contains at least; later ones are each worker's own."""
+        step, rounds = self.worker.step, self.worker.strategy.traits.rounds
+        if rounds.delay or rounds.fragments > 1:
+            return max(0, step - (self.worker.strategy.traits.period or 1) - rounds.delay)
+        found = (self._steps_in_average(step) for step in range(step, 0, -1))
         return next((steps for steps in found if steps is not None), 0)
 
     def _waits(self) -> bool:
