@@ -493,7 +493,7 @@ class Run:
             used |= {which for step, which in log.steps.items() if step < limit}
             if log.name in unused_from and log.end is None and not log.left and log.steps:
                 done = log.last + 1
-                least, most = self.averaged(done, crews) if period else (0, done + 1)
+                least, most = self.averaged(log.name, done, crews) if period else (0, done + 1)
                 least, most = max(log.begins, least), max(log.begins, most)
                 limit = max(limit, log.begins)  # none of the steps of one that has just joined
                 if not least <= limit <= most:
@@ -510,14 +510,15 @@ class Run:
                 found.append(f"epoch {epoch}: batches {missing} were used by nobody and are not listed as lost")
         return found
 
-    def averaged(self, done: int, crews: list[Any]) -> tuple[int, int]:
+    def averaged(self, name: str, done: int, crews: list[Any]) -> tuple[int, int]:
         """Return how many steps of a worker are in an average at least, and at most, after `done` reported ones."""
         period, delay = PERIODS[self.plan.recipe], DELAY if self.plan.recipe == DELAYED else 0
         ends = range(0, done + 2, period)
-        # A mean in flight is dropped when members change; nobody's model contains its steps then.
-        dropped = {end for end in ends for crew in crews[1:] if delay and end - delay <= crew[0] <= end + 1}
+        # When members change, all may take the mean of their parameters in place of the one in flight.
+        changes = [begins for begins, members, *_ in crews[1:] if delay and name in members and begins <= done + 1]
+        dropped = {end for end in ends for begins in changes if end - delay <= begins <= end + 1}
         least = max(end for end in ends if end == 0 or (end <= done and end not in dropped))
-        return max(0, least - delay), max(0, max(ends) - delay)
+        return max(0, least - delay), max(0, max(ends) - delay, *changes)
 
     def unreported(self, name: str, crews: list[Any], step: int) -> list[tuple[int, int]]:
         """Return the batch of the step that a lost worker could not report."""

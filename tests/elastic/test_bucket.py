@@ -286,6 +286,25 @@ def test_workers_agree_on_a_view_although_the_store_was_out_of_reach(monkeypatch
     members[0].close()
 
 
+def test_a_view_that_the_store_does_not_show_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket, hidden, get = Bucket.open("memory://lags"), 3, Bucket._get
+
+    def member(name: str) -> Membership:
+        return Membership(BucketStore(bucket, "0"), name, timeout=20, beat_seconds=0.05, connected=False)
+
+    async def late(bucket: Bucket, name: str, most: int) -> bytes | None:
+        nonlocal hidden
+        hidden -= "/view/0/" in name
+        return None if hidden > 0 else await get(bucket, name, most)
+
+    a, b = member("a"), member("b")
+    first = a.enter(None, 1)
+    b.view = a.change(Progress(0, done=True, step=0))
+    monkeypatch.setattr(Bucket, "_get", late)
+    assert b.history() == [first, b.view]
+    a.close()
+
+
 def test_heartbeats_continue_where_a_record_is_damaged(tmp_path: Path) -> None:
     bucket = Bucket.open(f"file://{tmp_path}/run")
     member = Membership(BucketStore(bucket, "0"), "a", timeout=20, beat_seconds=0.02, connected=False)

@@ -435,11 +435,26 @@ def test_steps_after_the_last_meeting_of_a_lost_neighbor_are_used_by_nobody(kill
     assert [each.crews[1].unused_from for each in alive] == [steps]
 
 
-@pytest.mark.parametrize(("joins", "steps"), [(4, 0), (7, 5)], ids=["in flight", "arrived"])
-def test_a_mean_in_flight_that_a_joining_worker_interrupts_contains_nothing(joins: int, steps: int) -> None:
-    """The first mean is launched at step 5 and used at step 8; a worker is lost before the second one."""
-    strategy = DiLoCo(period=8, delay=3)
-    ends = run_fleet(3, strategy, steps=18, epoch=100, kills=(Kill(1, 9),), joins=(joins,))
+@pytest.mark.parametrize(
+    ("strategy", "joins", "steps"),
+    [
+        pytest.param(DiLoCo(period=8, delay=3), 1, 0, id="before the first mean"),
+        # All take the mean of their parameters in place of the one in flight.
+        pytest.param(DiLoCo(period=8, delay=3, codec=ErrorFeedback(Nearest(4, 8))), 6, 7, id="while it is in flight"),
+        pytest.param(DiLoCo(period=8, delay=3), 7, 5, id="when it has arrived"),
+    ],
+)
+def test_a_worker_that_joins_knows_which_steps_of_a_lost_worker_its_state_contains(
+    strategy: Strategy, joins: int, steps: int
+) -> None:
+    """The first mean starts at step 5 and is used at step 8; a worker is lost before the second one."""
+
+    def evaluate(worker: Worker) -> None:
+        if worker.step == 2:
+            with worker.consensus():  # in which all hear of a request to join
+                pass
+
+    ends = run_fleet(3, strategy, steps=18, epoch=100, kills=(Kill(1, 9),), joins=(joins,), after=evaluate)
     alive = survivors(ends)
     assert len(alive) == 3 and alive[0].epochs[1][1] == ("w0", "w1", "w2", "w3")
     assert [each.crews[-1].unused_from for each in alive] == [steps] * 3

@@ -54,6 +54,7 @@ _STORE_SECONDS = 10.0
 _SILENT_SECONDS, _SILENT_BEATS = 4.0, 8  # a worker on another machine is gone if its beat stops for this long
 _GIVEN_UP_SECONDS, _GIVEN_UP_BEATS = 10.0, 20  # the limit if nothing else indicates a loss
 _FIRST_BEAT_SECONDS = 0.5  # the longest interval until the run starts, as its workers wait for a second beat
+_SHOWN_SECONDS = 1.0  # after which a store shows a view that others have read
 _TRIES = 4  # attempts of a joining worker to connect to the others
 _TAKEN, _NONE = "taken", "none"  # whether the run took a step
 _WITHDRAWN = "withdrawn"  # replaces a progress, a request, or an initial worker
@@ -726,9 +727,12 @@ class Membership:
         Raises:
             CommError: another program has overwritten it.
         """
-        view = self._view(epoch)
+        view, end = self._view(epoch), time.monotonic() + _SHOWN_SECONDS
         if view is None and (view := self._known_views.get(epoch)) is not None:
             self._write(f"view/{epoch}", view.content())
+        while view is None and time.monotonic() < end:
+            time.sleep(self.poll_seconds)
+            view = self._view(epoch)
         if view is None:
             raise CommError(
                 f"view {epoch} of this run cannot be read any more: another program has overwritten it. Use a separate "

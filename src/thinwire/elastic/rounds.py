@@ -718,11 +718,17 @@ class Elastic:
         strategy, comm = self.worker.strategy, self.comm
         self._hand_over()
         comm.step = self.worker.step
+        # `Strategy.change_view` then takes the mean of all parameters.
+        averages = any(r.inflight for r in self.worker.replicas) or any(
+            each.traits.on_resize == "restart" for each in nested(strategy)
+        )
         with torch.no_grad():
             for r in self.worker.replicas:
                 r.active = comm.size
                 for name, cost in strategy.change_view(r, self._size).items():
                     self.costs[name] = self.costs.get(name, 0.0) + cost
+        if averages:
+            self._averages = (*self._averages[-1:], (self._round, self.worker.step))
         self.worker.shards.write()
         rebase(self.worker)
         joins, self._size, self._opens_at = self.joins, comm.size, None
