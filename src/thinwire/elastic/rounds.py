@@ -720,7 +720,7 @@ class Elastic:
         comm.step = self.worker.step
         # `Strategy.change_view` then takes the mean of all parameters.
         averages = any(r.inflight for r in self.worker.replicas) or any(
-            each.traits.on_resize == "restart" for each in nested(strategy)
+            each.traits.on_resize != "keep" for each in nested(strategy)
         )
         with torch.no_grad():
             for r in self.worker.replicas:
