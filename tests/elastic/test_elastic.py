@@ -436,25 +436,27 @@ def test_steps_after_the_last_meeting_of_a_lost_neighbor_are_used_by_nobody(kill
 
 
 @pytest.mark.parametrize(
-    ("strategy", "joins", "steps"),
+    ("strategy", "joins", "lost", "steps"),
     [
-        pytest.param(DiLoCo(period=8, delay=3), 1, 0, id="before the first mean"),
+        pytest.param(DiLoCo(period=8, delay=3), 1, 4, 0, id="before the first mean"),
         # All take the mean of their parameters in place of the one in flight.
-        pytest.param(DiLoCo(period=8, delay=3, codec=ErrorFeedback(Nearest(4, 8))), 6, 7, id="while it is in flight"),
-        pytest.param(DiLoCo(period=8, delay=3), 7, 5, id="when it has arrived"),
+        pytest.param(
+            DiLoCo(period=8, delay=3, codec=ErrorFeedback(Nearest(4, 8))), 6, 9, 7, id="while it is in flight"
+        ),
+        pytest.param(DiLoCo(period=8, delay=3), 7, 9, 5, id="when it has arrived"),
     ],
 )
 def test_a_worker_that_joins_knows_which_steps_of_a_lost_worker_its_state_contains(
-    strategy: Strategy, joins: int, steps: int
+    strategy: Strategy, joins: int, lost: int, steps: int
 ) -> None:
-    """The first mean starts at step 5 and is used at step 8; a worker is lost before the second one."""
+    """The first mean starts at step 5 and is used at step 8. A worker is lost at the next start of a mean."""
 
     def evaluate(worker: Worker) -> None:
         if worker.step == 2:
             with worker.consensus():  # in which all hear of a request to join
                 pass
 
-    ends = run_fleet(3, strategy, steps=18, epoch=100, kills=(Kill(1, 9),), joins=(joins,), after=evaluate)
+    ends = run_fleet(3, strategy, steps=18, epoch=100, kills=(Kill(1, lost),), joins=(joins,), after=evaluate)
     alive = survivors(ends)
     assert len(alive) == 3 and alive[0].epochs[1][1] == ("w0", "w1", "w2", "w3")
     assert [each.crews[-1].unused_from for each in alive] == [steps] * 3
@@ -480,7 +482,7 @@ def test_a_loaded_state_contains_the_steps_of_its_last_average(
         if worker.step == 0:
             worker.load(tmp_path)
 
-    ends = run_fleet(2, strategy, steps=saved + 4, epoch=50, before=resume, kills=(Kill(1, saved + 1),))
+    ends = run_fleet(2, strategy, steps=saved + 6, epoch=50, before=resume, kills=(Kill(1, saved + 1),))
     assert [each.crews[1].unused_from for each in survivors(ends)] == [steps + (strategy == AllReduce())]
 
 
