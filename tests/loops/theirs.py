@@ -511,6 +511,62 @@ def lookahead(kit: Kit) -> list[Tensor]:
     return end(model)
 
 
+class _Assigning(SGD):
+    """Gives each parameter a new tensor, as many published optimizers do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = p.data - group["lr"] * p.grad
+
+
+@loop()
+def an_optimizer_that_assigns_p_data(kit: Kit) -> list[Tensor]:
+    model = net(kit)
+    optimizer = _Assigning(model.parameters(), lr=0.1)
+    kit.attach(model, optimizer)
+    steps(kit, model, optimizer)
+    return end(model)
+
+
+class _Sam(Optimizer):
+    """The published one: its step calls the closure at the perturbed parameters, then assigns the kept ones."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"rho": 0.05})
+        self.inner = SGD(self.param_groups, lr=0.1, momentum=0.9)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        held = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in held]).norm()
+        kept = [p.data.clone() for p in held]
+        for p in held:
+            p.add_(p.grad * (0.05 / norm))
+        self.zero_grad()
+        torch.enable_grad()(closure)()
+        for p, x in zip(held, kept, strict=True):
+            p.data = x
+        self.inner.step()
+
+
+@loop()
+def sam_with_a_closure(kit: Kit) -> list[Tensor]:
+    model = net(kit)
+    optimizer = _Sam(model.parameters())
+    kit.attach(model, optimizer)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+
+        def closure(step: int = step) -> None:
+            kit.backward(loss_of(model, kit, step))
+
+        closure()
+        optimizer.step(closure)
+    return end(model)
+
+
 # -- steps that others have replaced -----------------------------------------------------------------------------------
 
 
@@ -562,6 +618,26 @@ def a_step_wrapped_after_attach(kit: Kit) -> list[Tensor]:
 @loop(refused={ALL: "signs is in place of optimizer.step"})
 def a_step_by_another_rule_before_attach(kit: Kit) -> list[Tensor]:
     return _replaced(kit, _own_rule, before=True)
+
+
+@loop(refused={ALL: "is in place of optimizer.step"})
+def a_step_of_the_class_replaced_after_attach(kit: Kit) -> list[Tensor]:
+    class Own(SGD):
+        """A class of this loop."""
+
+    @torch.no_grad()
+    def step(self: Own) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=0.1)
+
+    model = net(kit)
+    optimizer = Own(model.parameters(), lr=0.1)
+    kit.attach(model, optimizer)
+    steps(kit, model, optimizer, 1)
+    Own.step = step  # type: ignore[method-assign, assignment]
+    steps(kit, model, optimizer, 2, 1)
+    return end(model)
 
 
 @loop(refused={ALL: "signs is in place of optimizer.step"})
@@ -737,6 +813,64 @@ def a_model_moved_after_attach(kit: Kit) -> list[Tensor]:
     kit.backward((model(x) - y).square().mean())
     optimizer.step()
     return end(model)
+
+
+def _changed_later(kit: Kit, change: Callable[[nn.Module], object]) -> list[Tensor]:
+    model = net(kit)
+    optimizer = sgd(model)
+    kit.attach(model, optimizer)
+    steps(kit, model, optimizer, 3)
+    change(model)
+    steps(kit, model, optimizer, 3, 3)
+    return end(model)
+
+
+@loop(dtypes=FULL)
+def channels_last_after_the_first_steps(kit: Kit) -> list[Tensor]:
+    model = fill(nn.Sequential(nn.Conv2d(1, 3, 2), nn.ReLU(), nn.Conv2d(3, 2, 1)), kit.rank)
+    optimizer = sgd(model)
+    kit.attach(model, optimizer)
+    for step in range(STEPS):
+        x, _ = kit.batch(step)
+        optimizer.zero_grad()
+        kit.backward(model(x.view(-1, 1, 2, 2)).square().mean())
+        optimizer.step()
+        if step == 2:
+            model.to(memory_format=torch.channels_last)
+    return end(model)
+
+
+@loop()
+def gradients_assigned_through_data(kit: Kit) -> list[Tensor]:
+    model = net(kit)
+    optimizer = sgd(model)
+    kit.attach(model, optimizer)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        kit.backward(loss_of(model, kit, step))
+        for p in model.parameters():
+            p.grad.data = p.grad.data.clamp(-0.2, 0.2)  # type: ignore[union-attr]
+        optimizer.step()
+    return end(model)
+
+
+@loop(refused={ALL: "no longer the model's"}, dtypes=FULL)
+def weight_norm_after_attach(kit: Kit) -> list[Tensor]:
+    return _changed_later(kit, lambda model: parametrizations.weight_norm(model.get_submodule("0")))
+
+
+@loop(refused={ALL: "no longer the model's"})
+def a_layer_replaced_after_the_first_step(kit: Kit) -> list[Tensor]:
+    return _changed_later(kit, lambda model: model.register_module("2", nn.Linear(5, 2)))
+
+
+@loop()
+def a_layer_added_and_removed_again(kit: Kit) -> list[Tensor]:
+    def change(model: nn.Module) -> None:
+        model.register_module("probe", nn.Identity())
+        del model.probe
+
+    return _changed_later(kit, change)
 
 
 # -- parametrized, pruned, lazy and compiled ---------------------------------------------------------------------------

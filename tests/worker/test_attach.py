@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -388,3 +389,54 @@ def test_several_workers_without_a_process_group_are_refused(monkeypatch: pytest
     model = net()
     with pytest.raises(ConfigError, match=r"WORLD_SIZE=4 but no process group exists.* or call torch.distributed"):
         thinwire.attach(model, momentum(model), AllReduce())
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_model_inside_inference_mode_is_refused(made: bool) -> None:
+    with torch.inference_mode(made):
+        model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.inference_mode(not made), pytest.raises(ConfigError, match=r"inside torch\.inference_mode\(\).*outside"):
+        thinwire.attach(model, optimizer, LocalSGD(2))
+
+
+def test_a_state_loaded_inside_inference_mode_is_refused(tmp_path: Path) -> None:
+    worker = steps(attach(None, LocalSGD(2)), batches(0, 1))
+    worker.save(tmp_path)
+    state = worker.state_dict(model=True, optimizer=True)
+    with torch.inference_mode():
+        for load in (lambda: worker.load(tmp_path), lambda: worker.load_state_dict(state)):
+            with pytest.raises(ConfigError, match=r"inside torch\.inference_mode\(\).*Call it outside"):
+                load()
+    worker.load(tmp_path)
+    steps(worker, batches(0, 2))
+
+
+def test_a_model_of_which_a_part_is_on_the_meta_device_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(ConfigError, match=r"1\.weight is on the meta device, and other parameters are not"):
+        thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), LocalSGD(2))
+
+
+class Bare(torch.optim.Optimizer):
+    """A wrapper that does not call the base's constructor."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups = inner, inner.param_groups
+
+
+def test_an_optimizer_without_torch_s_hooks_is_refused() -> None:
+    model = net()
+    with pytest.raises(ConfigError, match=r"Bare does not call Optimizer\.__init__.*pass the optimizer inside it"):
+        thinwire.attach(model, Bare(momentum(model)), LocalSGD(2))
+
+
+def test_a_model_that_was_converted_for_an_evaluation_is_named_as_the_cause() -> None:
+    def work(comm: Comm) -> None:
+        worker = steps(attach(comm, AllReduce()), batches(comm.rank, 2))
+        with worker.consensus() as model:
+            model.half()
+        steps(worker, batches(comm.rank, 1))
+
+    with pytest.raises(ConfigError, match=r"step 2: parameters were converted or moved.*copy\.deepcopy\(model\)"):
+        run_threads(2, work)

@@ -25,6 +25,7 @@ from tests.pool import run_processes
 from tests.problems import Irregular
 from tests.rules import for_each
 from thinwire import (
+    EASGD,
     AllReduce,
     Comm,
     ConfigError,
@@ -111,6 +112,23 @@ def test_weights_loaded_between_steps_are_refused_where_copies_are_kept(strategy
     assert re.search(r"step 4: load_state_dict\(\) of the model between two steps.*Use worker.load\(\)", found[0])
 
 
+@for_each(product([EASGD(), DiLoCo(period=3), LocalSGD(period=3)], [False, True]))
+def test_weights_loaded_before_the_first_step_are_evaluated_or_refused(case: tuple[Strategy, bool]) -> None:
+    strategy, alone = case
+
+    def work(comm: Comm) -> None:
+        worker, loaded = attach(comm, strategy), net(1)
+        if comm.rank == 0 or not alone:
+            worker.model.load_state_dict(loaded.state_dict())
+        with worker.consensus() as model:
+            assert torch.equal(flat(model), flat(loaded))
+        worker.model.load_state_dict(net(2).state_dict())
+        steps(worker, batches(comm.rank, 2))
+
+    for text in endings(2, work):
+        assert ("the parameters of rank 0 were changed after attach" in text) if alone else not text
+
+
 @pytest.mark.parametrize("call", ["consensus", "export", "save", "state_dict", "switch"])
 def test_weights_loaded_after_the_last_step_are_refused_where_copies_are_kept(call: str, tmp_path: Path) -> None:
     def work(comm: Comm) -> None:
@@ -138,6 +156,17 @@ def test_weights_loaded_between_steps_are_a_local_update_elsewhere(strategy: Str
         steps(worker, batches(comm.rank, 4))
 
     assert endings(2, work) == ["", ""]
+
+
+def test_weights_loaded_between_steps_on_one_rank_are_refused_on_all() -> None:
+    def work(comm: Comm) -> None:
+        worker = steps(attach(comm, LocalSGD(period=3)), batches(comm.rank, 4))
+        if comm.rank == 0:
+            worker.model.load_state_dict(net(1).state_dict())
+        steps(worker, batches(comm.rank, 4))
+
+    for text in endings(2, work):
+        assert "rank 0 is in load_state_dict() of the model at step 4, rank 1 is in an average in training" in text
 
 
 def test_weights_that_are_put_back_or_edited_in_place_are_no_load(tmp_path: Any) -> None:

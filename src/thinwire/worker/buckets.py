@@ -141,13 +141,10 @@ class Bucket:
 
     def expose(self) -> None:
         """Make every parameter's `grad` its part of the flat vector."""
-        if not self.sharded:
-            for gradient, parameter in zip(self.gradients, self.parameters, strict=True):
-                parameter.grad = gradient
-            return
         for gradient, parameter in zip(self.gradients, self.parameters, strict=True):
-            if not is_sharded(parameter):
-                parameter.grad = gradient
+            if not (self.sharded and is_sharded(parameter)):
+                # Another tensor of that memory: `p.grad.data = ...` and `model.to(...)` give it other memory.
+                parameter.grad = gradient.detach()
             elif parameter.grad is None:
                 parameter.grad = whole_like(gradient.clone(), parameter)
             else:
@@ -627,6 +624,13 @@ class Backward:
             for (p, view), name in zip(self._gradients(), self.names, strict=False)
             if p.grad is not None and not is_sharded(p) and (self._adds or not _lies_in(p.grad, view))
         ]
+        if own and not self.is_watching():
+            self.comm.raise_on_all(
+                ConfigError(
+                    f"{self._here}: parameters were converted or moved, and back, since attach, which has dropped the "
+                    "hooks of their gradients. Convert a copy to evaluate it: copy.deepcopy(model).half()"
+                )
+            )
         if own:
             self.comm.raise_on_all(
                 ConfigError(

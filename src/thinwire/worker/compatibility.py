@@ -33,6 +33,12 @@ def check_model(model: object) -> nn.Module:
             f"model is {_described(model)}: must be a torch.nn.Module, such as torch.nn.Linear(4, 2), or an array of "
             "thinwire.fuse"
         )
+    empty = [name for name, p in model.named_parameters() if p.is_meta]
+    if empty and len(empty) < len(list(model.parameters())):
+        raise ConfigError(
+            f"{empty[0]} is on the meta device, and other parameters are not: it has no values. Call "
+            "to_empty(device=...) of its module and initialize it, before you make the optimizer"
+        )
     if torch.is_inference_mode_enabled() or any(p.is_inference() for p in model.parameters()):
         raise ConfigError(
             "the model was made, or is attached, inside torch.inference_mode(): its parameters cannot be trained. Do "
@@ -51,6 +57,13 @@ def check_arguments(optimizer: object, strategy: object) -> Strategy:
         own = isinstance(getattr(optimizer, "optimizer", None), Optimizer)
         fix = ". Pass its .optimizer" if own else ", such as torch.optim.SGD(model.parameters(), lr=0.1)"
         raise ConfigError(f"optimizer is {_described(optimizer)}: must be a torch.optim.Optimizer{fix}")
+    try:
+        optimizer.register_step_pre_hook(lambda *_: None).remove()
+    except AttributeError:
+        raise ConfigError(
+            f"{type(optimizer).__name__} does not call Optimizer.__init__, so torch runs no hooks of its steps. Call "
+            "super().__init__(params, defaults) in it, or pass the optimizer inside it"
+        ) from None
     found = parse(strategy) if isinstance(strategy, str) else strategy
     if not isinstance(found, Strategy):
         fix = f"{found.__name__}()" if isinstance(found, type) and issubclass(found, Strategy) else "SlowMo()"

@@ -118,6 +118,10 @@ def check_call(worker: WorkerState, call: str, *, loads: bool = False) -> None:
     """
     refuse_while_lent(worker, call)
     check_parameters(worker)
+    if loads and torch.is_inference_mode_enabled():
+        raise ConfigError(
+            f"{call} inside torch.inference_mode(): the loaded state could not be trained. Call it outside"
+        )
     if not loads:
         check_loaded(worker)
 

@@ -18,6 +18,10 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -104,6 +108,7 @@ _others: Any = WeakIdKeyDictionary()  # all parameters of attached models, also 
 _harmless: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # may step; with the number of their parameters
 _owners_lock = threading.Lock()  # ranks may be threads
 _hooks: list[RemovableHandle] = []
+_registrations = [0]  # of modules and parameters in other modules, since the first attach of the process
 _look_eagerly: list[Callable[[nn.Module, InsideDDP], None]] = []
 
 
@@ -154,8 +159,11 @@ class Attachment:
                 for p in parameters:
                     table[p] = self.owner
             _harmless.clear()
+        self._registrations = _registrations[0]
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_refuse_other_optimizers))
+            _hooks.append(register_module_module_registration_hook(_note_registration))
+            _hooks.append(register_module_parameter_registration_hook(_note_registration))
         if not _look_eagerly:
             # Traced, it would find and mute nothing. Made here, as it takes half a second to import what it needs.
             eager: Any = torch.compiler.disable(_look_for_ddp)
@@ -176,7 +184,11 @@ class Attachment:
         Raises:
             ConfigError: with the change to the model or the optimizer, and its replacement.
         """
-        if not self.owner.looked or [p.data_ptr() for p in self._unsharded] != self._places:
+        if self._registrations != _registrations[0]:
+            self._registrations, self.owner.looked = _registrations[0], False
+        if self.owner.looked:
+            self.take_assigned(worker)
+        else:
             check_parameters(worker)
         held = [id(p) for group in worker.optimizer.param_groups for p in group["params"]]
         if held != self._held_ids or any(p.requires_grad for p in self._frozen):
@@ -201,6 +213,11 @@ class Attachment:
             self.owner.looked = True
             check_wrappers(worker.model, self._inside_ddp)
             self._guard_model(worker)
+
+    def take_assigned(self, worker: WorkerState) -> None:
+        """Take values that were assigned by `p.data = ...` into the flat vectors, in a step too."""
+        if [p.data_ptr() for p in self._unsharded] != self._places:
+            check_parameters(worker)
 
     def _check_frozen(self, worker: WorkerState) -> None:
         """Refuse parameters that were frozen since attach and would still move.
@@ -253,7 +270,7 @@ def check_parameters(worker: WorkerState) -> None:
         refuse(
             worker,
             f"{gone} parameters of the optimizer are no longer the model's: they were replaced since attach (by a new "
-            f"layer, fully_shard or load_state_dict(assign=True)). {_AGAIN}",
+            f"layer, a parametrization, fully_shard or load_state_dict(assign=True)). {_AGAIN}",
         )
     moved = moved_parameters(worker)
     if not moved:
@@ -450,6 +467,10 @@ def _look_for_ddp(module: nn.Module, inside_ddp: InsideDDP) -> None:
         wrapper.require_backward_grad_sync = False
 
 
+def _note_registration(*_: object) -> None:
+    _registrations[0] += 1
+
+
 def _refuse_other_optimizers(optimizer: Optimizer, *_: object) -> None:
     """Called before every step of every optimizer: refuse one that moves an attached model and is not attached."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -529,8 +550,12 @@ class FirstSteps:
 
     # -- the start -------------------------------------------------------------------------------------------------
 
-    def check_start(self, worker: WorkerState) -> None:
+    def check_start(self, worker: WorkerState, *, begins: bool = True) -> None:
         """Restart before the first step if all ranks have made the same change to the parameters since `attach`.
+
+        Args:
+            worker: of this rank.
+            begins: whether the first step follows. Otherwise the parameters may still be changed after this.
 
         Raises:
             MismatchError: on all ranks, if the parameters now differ between ranks; names the ranks that changed them.
@@ -541,8 +566,8 @@ class FirstSteps:
             return
         number = _fingerprint(worker)
         changed = number != worker.start_fingerprint
-        worker.start_fingerprint = worker.fingerprint_before_load = None
-        worker.frozen = []
+        worker.start_fingerprint, worker.fingerprint_before_load = None if begins else number, None
+        worker.frozen = [] if begins else worker.frozen
         if worker.comm.size > 1 and not _step_together(worker):
             if changed:
                 run = str(worker.strategy) if worker.survives is None else "elastic=True"
@@ -688,15 +713,20 @@ def check_loaded(worker: WorkerState) -> None:
     if before is None or worker.start_fingerprint is not None:
         return
     worker.fingerprint_before_load = None
+    worker.shards.read()
+    if fingerprint(r.x for r in worker.replicas) == before:
+        return
     if keeps_copies(worker):
-        worker.shards.read()
-        if fingerprint(r.x for r in worker.replicas) != before:
-            refuse(
-                worker,
-                f"load_state_dict() of the model between two steps. {worker.strategy!s} keeps copies of the "
-                "parameters, and would move them back. Use worker.load(), or call worker.detach(), load on all ranks, "
-                "and attach again",
-            )
+        refuse(
+            worker,
+            f"load_state_dict() of the model between two steps. {worker.strategy!s} keeps copies of the "
+            "parameters, and would move them back. Use worker.load(), or call worker.detach(), load on all ranks, "
+            "and attach again",
+        )
+    if worker.comm.size > 1 and not worker.strategy.traits.equal_replicas and _step_together(worker):
+        # A rank that has loaded alone would be averaged with the others.
+        with worker.account.times.apart():
+            worker.comm.check_in_step("load_state_dict() of the model").wait()
 
 
 def keeps_copies(worker: WorkerState) -> bool:

@@ -89,6 +89,11 @@ class Step:
         undo.callback(self._trust_step)
         self._look_at_step()
 
+    def check_start(self) -> None:
+        """Before the first step, start again from weights that all ranks have loaded since `attach`, or refuse them."""
+        if self._first_steps is not None:
+            self._first_steps.check_start(self._worker, begins=False)
+
     def forget_closure(self) -> None:
         """After a load: run the hooks again in a step whose closure has failed before."""
         self._begun = -1
@@ -100,6 +105,8 @@ class Step:
         """
         worker, optimizer = self._worker, self._worker.optimizer
         replaced: Any = vars(optimizer).get("step")
+        if replaced is None and not getattr(type(optimizer).step, "hooked", False):
+            replaced = optimizer.step  # of a class whose `step` was replaced since the optimizer was made
         if replaced is None or replaced is self._replaced or replaced is self._watched:
             return
 
@@ -169,6 +176,7 @@ class Step:
         worker.step_frame = None
         if self._allocates_state:
             return
+        self._attachment.take_assigned(worker)
         if self._first_steps is not None and self._first_steps.end_step(worker):
             self._first_steps = None
         if worker.shards.views:

@@ -339,6 +339,7 @@ class Worker:
             return
         check_parameters(self._state)
         check_loaded(self._state)
+        self._together(self._hooks.check_start)
         with evaluating(self._state):
             # Workers that have just averaged agree on their own parameters, unless these were changed since.
             self._state.shards.read()
