@@ -23,7 +23,7 @@ from thinwire.arrays.finetuning.rows import ByMember, Rows, recomputing
 from thinwire.arrays.fusion import checkpoints
 from thinwire.arrays.fusion.batch import Each
 from thinwire.arrays.fusion.model_array import ModelArray
-from thinwire.arrays.fusion.store import Selection, check_slot, mark_replaced
+from thinwire.arrays.fusion.store import Selection, check_slot, check_slots, mark_replaced, moved, new_generators
 from thinwire.core.torch_internals import BATCH_NORMS, DROPOUTS, pytree
 from thinwire.core.validation import check_range
 from thinwire.errors import CheckpointError, ConfigError
@@ -129,7 +129,9 @@ class AdapterArray(ModelArray):
         device = next((each.device for each in own.values()), torch.device("cpu"))
         made = [self._read(slot, given, None if seeds is None else seeds[slot]) for slot, given in enumerate(members)]
         self._configs = [each.config for each in made]
-        self._rows = Rows(len(made), None if seeds is None else _generators(seeds, made, device), 0, len(made))
+        # They continue after PEFT has drawn the initial adapters.
+        own_draws = None if seeds is None else new_generators(seeds, [each.state for each in made], device)
+        self._rows = Rows(len(made), own_draws, 0, len(made))
         self._skeleton = self._copy(self._template)
         self._layers = self._install(made)
         self._prepare_model()
@@ -217,22 +219,8 @@ class AdapterArray(ModelArray):
             if "lora_A.weight" in layer.stacked
         }
 
-    def set_dropout_rates(self, name: str, values: Sequence[float]) -> None:
-        """Change each member's rate in one layer.
-
-        Args:
-            name: as in `dropout_rates`.
-            values: one per member.
-
-        Raises:
-            ConfigError: no such rate, not one per member, or a value outside [0, 1].
-        """
-        layer = self._layers.get(name.removesuffix(".lora_dropout.p"))
-        if layer is None:
-            raise ConfigError(f"no dropout rate is named {name!r}. There are {sorted(self.dropout_rates())}")
-        if len(values) != self.size or not all(0 <= value <= 1 for value in values):
-            raise ConfigError(f"{name}={list(values)}: one probability in [0, 1] for each of {self.size} members")
-        layer.set_rates(values)
+    def _set_rates(self, name: str, values: Sequence[float]) -> None:
+        self._layers[name.removesuffix(".lora_dropout.p")].set_rates(values)
 
     def _roots(self) -> list[nn.Module]:
         return [self._skeleton]
@@ -454,10 +442,7 @@ class AdapterArray(ModelArray):
         Raises:
             ConfigError: no index, or no such slot.
         """
-        if not indices:
-            raise ConfigError("select([]): an array has at least one member. Drop the array itself instead")
-        for index in indices:
-            check_slot(index, self.size)
+        check_slots(indices, self.size)
         return self._rebuild(list(indices), [])
 
     def add(self, members: Sequence[Any], *, seeds: Sequence[int] | None = None) -> AdapterSelection:
@@ -512,7 +497,7 @@ class AdapterArray(ModelArray):
             device = rows.generators[0].device
             rows.generators = [
                 *(rows.generators[slot].clone_state() for slot in kept),
-                *_generators(seeds or [], added, device),
+                *new_generators(seeds or [], [each.state for each in added], device),
             ]
         rows.size = rows.count = len(sources)
         rows.first = 0
@@ -529,13 +514,7 @@ class AdapterArray(ModelArray):
         self._skeleton.to(target)
         for layer in self._layers.values():
             layer.to_device(target)
-        own = self._rows.generators
-        if own is not None:
-            made = [torch.Generator(target).manual_seed(each.initial_seed()) for each in own]
-            for new, old in zip(made, own, strict=True):
-                if new.device.type == old.device.type:
-                    new.set_state(old.get_state())
-            self._rows.generators = made
+        self._rows.generators = moved(self._rows.generators, target)
         return self
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -678,16 +657,6 @@ def _without_tensors(adapter: Adapter) -> Adapter:
 def _adapters_of(layers: Mapping[str, AdapterLayer], slot: int) -> dict[str, Adapter]:
     found = {path: layer.adapters[slot] for path, layer in layers.items()}
     return {path: each for path, each in found.items() if each is not None}
-
-
-def _generators(seeds: Sequence[int], members: Sequence[Member], device: torch.device) -> list[torch.Generator]:
-    """Return a generator per member, which continues after PEFT has drawn the initial adapter."""
-    made = [torch.Generator(device).manual_seed(seed) for seed in seeds]
-    for generator, member in zip(made, members, strict=True):
-        # The state is that of a generator on the CPU, where PEFT draws.
-        if member.state is not None and generator.device.type == "cpu":
-            generator.set_state(member.state)
-    return made
 
 
 def _fingerprint(base: nn.Module) -> str:

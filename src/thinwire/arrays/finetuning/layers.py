@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from thinwire.arrays.finetuning.rows import Rows
 from thinwire.arrays.fusion.batch import Batch
 from thinwire.arrays.fusion.rng import DropoutRates, dropout
+from thinwire.arrays.fusion.store import move_
 
 
 @dataclass(frozen=True)
@@ -135,9 +136,7 @@ class AdapterLayer(nn.Module):
     def to_device(self, device: torch.device) -> None:
         """Move the adapters."""
         for parameter in self.stacked.values():
-            gradient = parameter.grad
-            parameter.data = parameter.data.to(device)
-            parameter.grad = None if gradient is None else gradient.to(device)
+            move_(parameter, device)
         self._settle()
 
     # -- running -------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.arrays.finetuning.layers import Adapter
+from thinwire.arrays.fusion.structure import drawing_after
 from thinwire.core.storage.files import write_atomically
 from thinwire.errors import ConfigError
 
@@ -79,8 +80,7 @@ def read_member(
     if seed is None:
         model, after = _wrapped(index, copy_of(base), config), None
     else:
-        with torch.random.fork_rng():
-            torch.set_rng_state(torch.Generator().manual_seed(seed).get_state())
+        with drawing_after(seed):
             model, after = _wrapped(index, copy_of(base), config), torch.get_rng_state()
     if state is not None:
         _load(index, model, state)

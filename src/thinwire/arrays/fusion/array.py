@@ -265,22 +265,8 @@ class FusedArray(ModelArray):
         """Return each model's rate in every dropout layer, by the rate's full name."""
         return {f"{path}.{name}".lstrip("."): tuple(values) for (path, name), values in self._store.rates.items()}
 
-    def set_dropout_rates(self, name: str, values: Sequence[float]) -> None:
-        """Change each model's rate in one layer.
-
-        Args:
-            name: as in `dropout_rates`.
-            values: one per model.
-
-        Raises:
-            ConfigError: no such rate, not one per model, or a value outside [0, 1].
-        """
+    def _set_rates(self, name: str, values: Sequence[float]) -> None:
         path, _, attribute = name.rpartition(".")
-        if (path, attribute) not in self._store.rates:
-            raise ConfigError(f"no dropout rate is named {name!r}. There are {sorted(self.dropout_rates())}")
-        _check_count(name, values, self.size)
-        if not all(0 <= value <= 1 for value in values):
-            raise ConfigError(f"{name}={list(values)}: a probability is in [0, 1]")
         self._store.set_rates(path, attribute, list(map(float, values)))
         self._install()
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from thinwire.arrays.fusion.autotune_cache import AutotuneCache
-from thinwire.arrays.fusion.batch import Batch, Value
+from thinwire.arrays.fusion.batch import Batch, Value, tensor_of
 from thinwire.core.kernels.base import compiled
 from thinwire.core.torch_internals import gpu_sleep
 
@@ -105,11 +105,11 @@ def _measuring_after(uses: float) -> Generator[None]:
 
 def has_kernel(*values: Value | None) -> bool:
     """Whether compiled kernels accept these values: all given, fp32, on the CPU and not empty, outside autocast."""
-    tensors = [value.tensor if isinstance(value, Batch) else value for value in values]
-    if any(tensor is None or tensor.dtype != torch.float32 or not tensor.numel() for tensor in tensors):
+    tensors = [tensor_of(value) for value in values if value is not None]
+    if len(tensors) < len(values) or any(each.dtype != torch.float32 or not each.numel() for each in tensors):
         return False
     first = tensors[0]
-    return first is not None and not torch.is_autocast_enabled(first.device.type) and compiled(first) is not None
+    return not torch.is_autocast_enabled(first.device.type) and compiled(first) is not None
 
 
 def run_fastest(
@@ -132,7 +132,7 @@ def run_fastest(
     uses = _uses_before_measuring.get()
     if len(candidates) == 1 or uses == math.inf or os.environ.get(DETERMINISTIC, "0") not in ("", "0"):
         return next(iter(candidates.values()))(*values)
-    device = next((_tensor_of(value).device for value in values if value is not None), torch.device("cpu"))
+    device = next((tensor_of(value).device for value in values if value is not None), torch.device("cpu"))
     autocast = str(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else None
     hashable = (tuple(each) if isinstance(each, list) else each for each in settings)
     gpu_only = (*_precision(), *(["graph"] if _for_graphs.get() else [])) if device.type == "cuda" else ()
@@ -180,14 +180,10 @@ def _case_of(key: tuple[Any, ...]) -> str:
     return " ".join(map(str, key))
 
 
-def _tensor_of(value: Value) -> Tensor:
-    return value.tensor if isinstance(value, Batch) else value
-
-
 def _signature(value: Value | None) -> Any:
     if value is None:
         return None
-    tensor, axis = _tensor_of(value), value.axis if isinstance(value, Batch) else None
+    tensor, axis = tensor_of(value), value.axis if isinstance(value, Batch) else None
     trained = tensor.requires_grad and torch.is_grad_enabled()
     return (axis, tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous(), trained)
 
@@ -267,7 +263,7 @@ def _seconds_of(work: Callable[[], object], repeats: int, gpu: torch.device | No
 
 def _run_once(run: Implementation, values: Sequence[Value | None], gradient: Tensor) -> None:
     """Run forward, and backward from `gradient` if anything is trained."""
-    trained = [_tensor_of(value) for value in values if value is not None and _tensor_of(value).requires_grad]
+    trained = [tensor_of(value) for value in values if value is not None and tensor_of(value).requires_grad]
     with torch.set_grad_enabled(bool(trained)):
         output = run(*values).at(0)
         if trained:

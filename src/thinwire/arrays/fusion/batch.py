@@ -75,6 +75,11 @@ class Batch:
 Value = Batch | Tensor  # a plain tensor is shared by all models
 
 
+def tensor_of(value: Value) -> Tensor:
+    """Return the tensor of all models, or the one that they share."""
+    return value.tensor if isinstance(value, Batch) else value
+
+
 def along(value: Value, axis: int, size: int) -> Tensor:
     """Return a view with the models along `axis`; a shared value is expanded without a copy."""
     if isinstance(value, Batch):

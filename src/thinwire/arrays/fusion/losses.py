@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thinwire.arrays.fusion.autotune import Implementation, run_fastest
-from thinwire.arrays.fusion.batch import Batch, Value, along, loop
+from thinwire.arrays.fusion.batch import Batch, Value, along, loop, tensor_of
 from thinwire.arrays.fusion.routing import Context, rule
 from thinwire.errors import ConfigError
 
@@ -72,7 +72,7 @@ def _needs_loop(input: Value, weight: Value | None, *deprecated: bool | None) ->
 
 def _is_plain(input: Value) -> bool:
     """Return True if the input is on the CPU, where torch's softmax is slow, and autocast would not convert it."""
-    tensor = _tensor(input)
+    tensor = tensor_of(input)
     known = tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64)
     return known and not torch.is_autocast_enabled("cpu")
 
@@ -91,21 +91,17 @@ def _in_steps(ignored: int, size: int) -> Implementation:
     """Use `_CrossEntropy`: on a CPU torch's softmax over few classes takes several times as long as its steps."""
 
     def compute(input: Value, target: Value, weight: None) -> Batch:
-        counted = _tensor(target) != ignored
+        counted = tensor_of(target) != ignored
         if bool(counted.all()):
             return Batch(_CrossEntropy.apply(along(input, 0, size), along(target, 0, size)), 0)
         # An ignored index may be no class; any class does, as the loss is then zeroed.
-        valid = torch.where(counted, _tensor(target), 0)
+        valid = torch.where(counted, tensor_of(target), 0)
         axis = target.axis if isinstance(target, Batch) else None
         classes, mask = (valid, counted) if axis is None else (Batch(valid, axis), Batch(counted, axis))
         found = _CrossEntropy.apply(along(input, 0, size), along(classes, 0, size))
         return Batch(torch.where(along(mask, 0, size), found, 0.0), 0)
 
     return compute
-
-
-def _tensor(value: Value) -> Tensor:
-    return value.tensor if isinstance(value, Batch) else value
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -153,12 +149,12 @@ def _denominators(context: Context, target: Value, weight: Value | None, ignored
     if ignored is None:
         # Soft targets: one per class, but each position counts once.
         count = prod(target.shape) / target.shape[1]
-        return torch.full((), count, dtype=torch.float32, device=_tensor(target).device)
+        return torch.full((), count, dtype=torch.float32, device=tensor_of(target).device)
     if weight is None and isinstance(target, Tensor):
         return (target != ignored).sum()
     classes = along(target, 0, context.size).flatten(1)
     counted = classes != ignored
     if weight is None:
         return counted.sum(1)
-    weights = _tensor(weight)
+    weights = tensor_of(weight)
     return (weights[classes.clamp(0, weights.shape[0] - 1)] * counted).sum(1)

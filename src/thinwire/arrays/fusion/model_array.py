@@ -46,8 +46,8 @@ class ModelArray(ABC):
         """Each member's rate in every dropout layer, by the rate's full name."""
 
     @abstractmethod
-    def set_dropout_rates(self, name: str, values: Sequence[float]) -> None:
-        """Change each member's rate in one layer."""
+    def _set_rates(self, name: str, values: Sequence[float]) -> None:
+        """`set_dropout_rates`, of values that are checked."""
 
     @abstractmethod
     def select(self, indices: Sequence[int]) -> Selection:
@@ -66,6 +66,23 @@ class ModelArray(ABC):
             "copy.deepcopy(array): an array cannot be copied. Fuse its models again: fuse([array.extract(i) for i in "
             "range(array.size)])"
         )
+
+    def set_dropout_rates(self, name: str, values: Sequence[float]) -> None:
+        """Change each member's rate in one layer.
+
+        Args:
+            name: as in `dropout_rates`.
+            values: one per member.
+
+        Raises:
+            ConfigError: no such rate, not one per member, or a value outside [0, 1].
+        """
+        known = self.dropout_rates()
+        if name not in known:
+            raise ConfigError(f"no dropout rate is named {name!r}. There are {sorted(known)}")
+        if len(values) != self.size or not all(0 <= value <= 1 for value in values):
+            raise ConfigError(f"{name}={list(values)}: must be one probability in [0, 1] for each of {self.size}")
+        self._set_rates(name, values)
 
     def refuse_attached(self, call: str, instead: str) -> None:
         """Refuse a call that would leave the other workers of an attached array behind.

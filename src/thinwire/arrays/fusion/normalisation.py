@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thinwire.arrays.fusion.autotune import Implementation, has_kernel, run_fastest
-from thinwire.arrays.fusion.batch import Batch, Value, along, contiguous, fold, loop
+from thinwire.arrays.fusion.batch import Batch, Value, along, contiguous, fold, loop, tensor_of
 from thinwire.arrays.fusion.routing import COMPOSITES, Context, Gradients, differentiable_gradients, rule
 from thinwire.core import torch_internals
 from thinwire.core.kernels import normalised as kernels
@@ -71,11 +71,10 @@ def gain_for(input: Value, weight: Value | None, bias: Value | None) -> Value | 
 
     Its backward pass on a GPU returns an empty gradient of such a shift, which autograd refuses.
     """
-    held = input.tensor if isinstance(input, Batch) else input
-    if weight is not None or bias is None or held.device.type == "cpu":
+    device = tensor_of(input).device
+    if weight is not None or bias is None or device.type == "cpu":
         return weight
-    shift = bias.tensor if isinstance(bias, Batch) else bias
-    return torch.ones(bias.shape, dtype=shift.dtype, device=held.device)
+    return torch.ones(bias.shape, dtype=tensor_of(bias).dtype, device=device)
 
 
 def _by_channels(

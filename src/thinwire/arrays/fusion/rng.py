@@ -14,6 +14,7 @@ from torch import Tensor
 from thinwire.arrays.fusion.batch import Batch, Value, along, split_models, stack_models
 from thinwire.arrays.fusion.recording import constants, is_capturing
 from thinwire.arrays.fusion.routing import RANDOM, Context, rule
+from thinwire.arrays.fusion.store import column
 from thinwire.core.torch_internals import SAMPLERS, pytree
 from thinwire.errors import ConfigError
 
@@ -78,7 +79,7 @@ def _keep_mask(context: Context, like: Tensor, p: float) -> Tensor:
         return mask.bernoulli_(1 - p)
     # In fp32 for every dtype of the mask.
     kept = constants(tuple(1 - rate for rate in p.values), like.new_empty(0, dtype=torch.float32))
-    return mask.bernoulli_(kept.view(-1, *[1] * (like.dim() - 1)).expand_as(mask))
+    return mask.bernoulli_(column(kept, like).expand_as(mask))
 
 
 @rule(F.dropout)
@@ -103,7 +104,7 @@ def dropout(
     if not isinstance(p, DropoutRates):
         return Batch(x * mask.div_(1 - p or 1.0), 0)
     kept = constants(tuple(1 - rate or 1.0 for rate in rates), mask)
-    return Batch(x * mask.div_(kept.view(-1, *[1] * (mask.dim() - 1))), 0)
+    return Batch(x * mask.div_(column(kept, mask)), 0)
 
 
 @rule(F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)

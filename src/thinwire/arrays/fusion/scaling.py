@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from thinwire.arrays.fusion.optimizers.base import FusedOptimizer
 from thinwire.arrays.fusion.optimizers.parameter_batch import slots_of
 from thinwire.arrays.fusion.recording import RECORDER, constants
-from thinwire.arrays.fusion.store import Selection, owner_of, rows_of
+from thinwire.arrays.fusion.store import Selection, column, owner_of, rows_of
 from thinwire.errors import ConfigError
 
 
@@ -108,7 +108,7 @@ class GradScaler:
             gradient, slots = parameter.grad, slots_of(parameter)
             assert gradient is not None
             own = inverse[slots].to(gradient.device, torch.promote_types(gradient.dtype, torch.float32))
-            gradient.mul_(own.view(_column(gradient)))
+            gradient.mul_(column(own, gradient))
             overflowed[slots] |= ~rows_of(gradient.isfinite()).all(1).to(overflowed.device)
         self._found[id(optimizer)] = overflowed
         return overflowed
@@ -236,7 +236,7 @@ def clip_grad_norm_(
     for parameter in held:
         assert parameter.grad is not None
         own = factors[slots_of(parameter)].to(parameter.grad.device)
-        parameter.grad.mul_(own.view(_column(parameter.grad)))
+        parameter.grad.mul_(column(own, parameter.grad))
     return norms
 
 
@@ -256,7 +256,7 @@ def clip_grad_value_(parameters: Iterable[nn.Parameter], clip_value: float | Seq
     for parameter in held:
         assert parameter.grad is not None
         bounds = _bounds("clip_value", clip_value, size, parameter.grad)
-        own = bounds[slots_of(parameter)].view(_column(parameter.grad))
+        own = column(bounds[slots_of(parameter)], parameter.grad)
         parameter.grad.clamp_(-own, own)
 
 
@@ -275,8 +275,3 @@ def _bounds(name: str, value: float | Sequence[float] | Tensor, size: int, like:
     if found.shape != (size,) or not all(0 < bound <= inf for bound in found.tolist()):
         raise ConfigError(f"{name}={value}: a positive number, or one for each of {size} models")
     return constants(tuple(found.tolist()), like)
-
-
-def _column(tensor: Tensor) -> tuple[int, ...]:
-    """Return the shape in which one number per model broadcasts with the tensor."""
-    return (-1, *[1] * (tensor.dim() - 1))

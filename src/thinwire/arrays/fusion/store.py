@@ -114,7 +114,7 @@ class Store:
         self.rates = {(path, name): values for path, name, values in dropout_rates(models)}
         held = (tensor.device for own in (self.tensors, self.shared, *self.separate_tensors) for tensor in own.values())
         device = next(held, torch.device("cpu"))
-        self.generators = None if seeds is None else _generators(seeds, states, device)
+        self.generators = None if seeds is None else new_generators(seeds, states or [None] * len(seeds), device)
 
     @property
     def size(self) -> int:
@@ -192,21 +192,10 @@ class Store:
         for holder in (self.tensors, self.shared, *self.separate_tensors):
             for name, tensor in holder.items():
                 if isinstance(tensor, nn.Parameter):
-                    gradient = tensor.grad
-                    tensor.data = tensor.data.to(device)
-                    tensor.grad = None if gradient is None else gradient.to(device)
+                    move_(tensor, device)
                 else:
                     holder[name] = _shared(tensor.to(device)) if is_shared(tensor) else tensor.to(device)
-        if self.generators is None:
-            return
-        before, seeds = self.generators, [own.initial_seed() for own in self.generators]
-        if before[0].device.type != device.type:
-            self.generators = _generators(seeds, None, device)
-        elif device.index not in (None, before[0].device.index):
-            # From one GPU to another the states are the same.
-            self.generators = _generators(seeds, None, device)
-            for own, old in zip(self.generators, before, strict=True):
-                own.set_state(old.get_state())
+        self.generators = moved(self.generators, device)
 
     @torch.no_grad()
     def extract(self, index: int) -> nn.Module:
@@ -258,10 +247,7 @@ class Store:
     @torch.no_grad()
     def select(self, indices: Sequence[int]) -> Selection:
         """Keep some models, in this order, each as often as it is named."""
-        if not indices:
-            raise ConfigError("select([]): an array has at least one model. Drop the array itself instead")
-        for index in indices:
-            check_slot(index, self.size)
+        check_slots(indices, self.size)
         moved: dict[nn.Parameter, tuple[nn.Parameter, ...]] = {}
         order: dict[nn.Parameter, int] = {}
         kept = Selection(tuple(indices), self.size, moved, order)
@@ -344,6 +330,18 @@ def check_slot(index: int, size: int) -> None:
         raise ConfigError(f"slot {index}: there are {size}, counted from 0")
 
 
+def check_slots(indices: Sequence[int], size: int) -> None:
+    """Refuse a selection of slots that is empty, or has one that an array of this size does not have.
+
+    Raises:
+        ConfigError: with the slot and the size.
+    """
+    if not indices:
+        raise ConfigError("select([]): an array has at least one model. Drop the array itself instead")
+    for index in indices:
+        check_slot(index, size)
+
+
 def owner_of(parameter: Tensor) -> int | None:
     """Return the slot that a parameter [1, ...] belongs to; None if all slots have a row, -1 if they share it."""
     found: int | None = getattr(parameter, "owner", None)
@@ -415,18 +413,45 @@ def _shared(tensor: Tensor) -> Tensor:
     return made
 
 
+def column(numbers: Tensor, like: Tensor) -> Tensor:
+    """View one number per model so that it broadcasts with a tensor [models, ...]."""
+    return numbers.view(-1, *[1] * (like.dim() - 1))
+
+
 def rows_of(tensor: Tensor) -> Tensor:
     """Return a tensor [models, ...] as a matrix with a row per model, also where one model's part is a number."""
     return tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1)
 
 
-def _generators(seeds: Sequence[int], states: Sequence[Tensor] | None, device: torch.device) -> list[torch.Generator]:
+def new_generators(
+    seeds: Sequence[int], states: Iterable[Tensor | None], device: torch.device
+) -> list[torch.Generator]:
+    """Return one generator per model, which continues from a state where there is one."""
     made = [torch.Generator(device).manual_seed(seed) for seed in seeds]
-    # States were taken on the CPU, where the models were made.
-    if states is not None and device.type == "cpu":
-        for generator, state in zip(made, states, strict=True):
+    for generator, state in zip(made, states, strict=True):
+        # States were taken on the CPU, where the models were made.
+        if state is not None and device.type == "cpu":
             generator.set_state(state)
     return made
+
+
+def moved(generators: Sequence[torch.Generator] | None, device: torch.device) -> list[torch.Generator] | None:
+    """Return generators on a device; on another type of device they restart from their seeds."""
+    if generators is None or generators[0].device == device:
+        return None if generators is None else list(generators)
+    states = [own.get_state() if own.device.type == device.type else None for own in generators]
+    made = new_generators([own.initial_seed() for own in generators], [None] * len(states), device)
+    for own, state in zip(made, states, strict=True):
+        if state is not None:
+            own.set_state(state)
+    return made
+
+
+def move_(parameter: nn.Parameter, device: torch.device) -> None:
+    """Move a parameter with its gradient."""
+    gradient = parameter.grad
+    parameter.data = parameter.data.to(device)
+    parameter.grad = None if gradient is None else gradient.to(device)
 
 
 def _check_ties(models: Sequence[nn.Module], separate: Sequence[str]) -> None:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import types
 import weakref
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -281,6 +282,14 @@ def dropout_rates(models: Sequence[nn.Module]) -> Iterator[tuple[str, str, list[
             yield path, name, [float(getattr(model.get_submodule(path), name)) for model in models]
 
 
+@contextmanager
+def drawing_after(seed: int) -> Generator[None]:
+    """Within it, torch draws as a separate run after `torch.manual_seed`; its own generator does not change."""
+    with torch.random.fork_rng():
+        torch.set_rng_state(torch.Generator().manual_seed(seed).get_state())
+        yield
+
+
 def build(
     factory: Callable[..., nn.Module], hyperparameters: Sequence[Mapping[str, Any]], seeds: Sequence[int] | None
 ) -> tuple[list[nn.Module], list[Tensor] | None]:
@@ -290,9 +299,7 @@ def build(
     models: list[nn.Module] = []
     states: list[Tensor] = []
     for seed, values in zip(seeds, hyperparameters, strict=True):
-        # The models must be those of separate runs, and torch's own generator must not change.
-        with torch.random.fork_rng():
-            torch.set_rng_state(torch.Generator().manual_seed(seed).get_state())
+        with drawing_after(seed):
             models.append(factory(**values))
             states.append(torch.get_rng_state())
     return models, states

@@ -20,6 +20,7 @@ from thinwire.arrays.fusion.optimizers.parameter_batch import (
     scale_,
     shift_,
 )
+from thinwire.arrays.fusion.store import column
 from thinwire.core.torch_internals import foreach
 
 
@@ -64,8 +65,7 @@ class Adagrad(FusedOptimizer):
 
     def initial_state(self, name: str, parameter: Tensor, group: Group, slots: slice) -> Tensor:
         """Return each model's initial sum."""
-        values = group["initial_accumulator_value"][slots].to(parameter)
-        return torch.zeros_like(parameter) + values.view(-1, *[1] * (parameter.dim() - 1))
+        return torch.zeros_like(parameter) + column(group["initial_accumulator_value"][slots].to(parameter), parameter)
 
     def update_(self, batch: ParameterBatch) -> None:
         """Update all models at once by torch's own formula."""

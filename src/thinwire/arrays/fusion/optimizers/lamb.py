@@ -20,7 +20,7 @@ from thinwire.arrays.fusion.optimizers.parameter_batch import (
     scale_,
     shift_,
 )
-from thinwire.arrays.fusion.store import rows_of
+from thinwire.arrays.fusion.store import column, rows_of
 from thinwire.core.torch_internals import foreach
 
 
@@ -89,7 +89,7 @@ class LAMB(FusedOptimizer):
         foreach.div_(directions, denominators)
         add_(directions, batch.parameters, v["weight_decay"])
         for parameter, direction in zip(batch.parameters, directions, strict=True):
-            direction.mul_(_trust_ratios(parameter, direction, v).view(-1, *[1] * (parameter.dim() - 1)))
+            direction.mul_(column(_trust_ratios(parameter, direction, v), parameter))
         add_(batch.parameters, directions, -v["lr"])
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.arrays.fusion.store import owner_of
+from thinwire.arrays.fusion.store import column, owner_of
 from thinwire.core.kernels.base import on_gpu
 from thinwire.core.torch_internals import foreach
 from thinwire.errors import ConfigError
@@ -130,7 +130,7 @@ def inactive_unchanged(columns: Sequence[Tensors], active: Tensor) -> Generator[
         before = [(tensor, tensor.clone()) for column in columns for tensor in column]
         yield
         for tensor, held in before:
-            tensor.copy_(torch.where(active.view(-1, *[1] * (tensor.dim() - 1)), tensor, held))
+            tensor.copy_(torch.where(column(active, tensor), tensor, held))
         return
     stopped = (~active).nonzero().flatten()
     tensors = [tensor for column in columns for tensor in column] if len(stopped) else []
@@ -175,7 +175,7 @@ def _coefficient(vector: Tensor, tensors: Sequence[Tensor]) -> float | Tensors:
         key = torch.promote_types(tensor.dtype, torch.float32), tensor.device
         if key not in made:
             made[key] = vector.to(tensor.device, key[0])
-        found.append(made[key].view(-1, *[1] * (tensor.dim() - 1)))
+        found.append(column(made[key], tensor))
     return found
 
 
