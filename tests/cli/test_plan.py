@@ -312,9 +312,10 @@ def test_what_cannot_be_is_refused_in_one_message(
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ('compute = {time = "lognormal(50ms, 0.2)"}', "[compute]: the step takes what --step-seconds says"),
+        ('compute = {time = "lognormal(50ms, 0.2)"}', "[compute] time: the step takes what --step-seconds says"),
         ("deaths = [{rank = 1, step = 3}]", "[[deaths]]: a plan is for workers that live"),
         ('pauses = [{rank = 1, at = "2s", for = "1s"}]', "[[pauses]]: a plan is for every step alike"),
+        ('compute = {device = "abacus"}', "device='abacus': torch cannot use it here"),
     ],
 )
 def test_entries_of_a_network_file_that_would_be_ignored_are_refused(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _EVENTS_PER_UPDATE = 2000
 _MOST_TRACED_RANKS = 32
 _MOST_FAILURES = 8
+_NOT_SIMULATED = {"device": "a simulation is the same bit for bit and times no codec; thinwire plan does"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +101,12 @@ class Simulate:
     def _network(self) -> Network:
         from dataclasses import replace
 
+        from thinwire.planning.plan.networks import check_entries
         from thinwire.planning.simulate import Duration, Network, load_network
         from thinwire.planning.simulate.durations import parse_distribution
 
         network = Network() if self.network is None else load_network(self.network, name=f"--network {self.network}")
+        check_entries(network, f"--network {self.network}", _NOT_SIMULATED)
         if self.compute_time is not None:
             argument = f"--compute-time {self.compute_time}"
             return replace(network, compute=parse_distribution(self.compute_time, argument=argument))

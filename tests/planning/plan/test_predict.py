@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.grids import fast_where
+from tests.pretend_gpu import GPU, pretend_gpu
 from thinwire import (
     AllReduce,
     BackupWorkers,
@@ -27,7 +28,7 @@ from thinwire import (
 from thinwire.methods.strategies.recipe import parse
 from thinwire.planning.plan import explain
 from thinwire.planning.plan.candidates import CANDIDATES, DENSE
-from thinwire.planning.plan.predict import ModelTime, own_work, predict
+from thinwire.planning.plan.predict import ModelTime, own_work, predict, usable_device
 from thinwire.planning.simulate import Network, Special
 from thinwire.planning.simulate.wires import PAYLOAD_SHARE
 
@@ -115,6 +116,31 @@ def test_the_bytes_are_those_that_are_sent() -> None:
 def test_what_a_strategy_computes_itself_is_timed_on_its_own_code(strategy: Strategy) -> None:
     own = own_work(strategy, parameters=[(64, 64)], workers=3, rounds=2)
     assert len(own) == getattr(strategy, "period", 1) and all(0 <= each < 1 for each in own)
+
+
+def test_of_a_large_model_a_part_is_timed_and_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[tuple[int, torch.device]] = []
+
+    def steps(strategy: Strategy, shapes: list[tuple[int]], *others: object) -> list[float]:
+        timed.append((shapes[0][0], others[-1]))  # pyright: ignore[reportArgumentType]
+        return [0.25 if isinstance(strategy, Local) else 0.75] * 8
+
+    monkeypatch.setattr("thinwire.planning.plan.predict._timed_steps", steps)
+    given = {"parameters": [(40,), (60,)], "workers": 2, "rounds": 2}
+    assert own_work(AllReduce(Bf16()), **given, most_elements=25, device="cpu") == [pytest.approx(4 * 0.5)]
+    assert own_work(AllReduce(Bf16()), **given, most_elements=100) == [pytest.approx(0.5)]
+    assert timed == [(size, torch.device("cpu")) for size in (25, 25, 40, 40)]
+
+
+def test_what_a_strategy_computes_itself_is_timed_on_the_device_that_is_named() -> None:
+    strategy = AllReduce(ErrorFeedback(OneBit()))
+    with pretend_gpu():
+        assert usable_device(str(GPU)) == GPU
+        own = own_work(strategy, parameters=[(64, 64)], workers=3, rounds=2, device=str(GPU))
+    assert len(own) == 1 and 0 <= own[0] < 5
+    for wrong in ("cuda:77", "abacus"):
+        with pytest.raises(ConfigError, match=f"device='{wrong}': torch cannot use it here"):
+            own_work(strategy, parameters=[(64, 64)], workers=3, device=wrong)
 
 
 def test_what_a_strategy_computes_itself_is_part_of_the_step() -> None:

@@ -13,6 +13,7 @@ from benchmarks.published import faults, growth, page
 from benchmarks.published.results import BOUNDS, HERE, SOURCES, all_predictions, load, order_errors
 from thinwire import ConfigError
 from thinwire.cli import main
+from thinwire.planning.plan import published
 from thinwire.planning.plan.published import Cell, Predicted, explain_cell, load_source
 from thinwire.planning.simulate.wires import PAYLOAD_SHARE
 
@@ -60,6 +61,25 @@ def test_a_fitted_rate_predicts_the_other_cells(tmp_path: Path) -> None:
     assert source.calibrated().numbers()["links/slow/network/bandwidth"].startswith("50")
     assert source.numbers()["links/slow/network/bandwidth"] == "1gbit", "a fit changes a copy"
     assert "fitted     links/slow/network/bandwidth = 50" in explain_cell(source, "mlp, 8, slow, dense")
+
+
+def test_a_link_that_names_a_device_counts_what_strategies_compute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices: list[str] = []
+
+    def own_work(*_: object, device: str, **__: object) -> list[float]:
+        devices.append(device)
+        return [0.2]
+
+    monkeypatch.setattr(published, "own_work", own_work)
+    toml = TOML.partition("[[fits]]")[0]
+    (without,) = (each.seconds for each in load_source(write(tmp_path, toml, ROWS[:1])).predict())
+    (counted,) = (
+        each.seconds for each in load_source(write(tmp_path, toml + 'compute = {device = "cpu"}\n', ROWS[:1])).predict()
+    )
+    assert devices == ["cpu"]
+    assert counted == pytest.approx(without + 0.2)
 
 
 def test_a_bucket_of_zero_sends_each_tensor_of_repeated_blocks_alone(tmp_path: Path) -> None:

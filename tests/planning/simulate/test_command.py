@@ -57,6 +57,13 @@ def test_a_network_file_may_say_that_computing_takes_no_time(capsys: Capture, tm
         assert found["computed_seconds_per_step"] == pytest.approx(expected)
 
 
+def test_a_device_is_refused_since_no_codec_is_timed(capsys: Capture, tmp_path: Path) -> None:
+    file = tmp_path / "device.toml"
+    file.write_text('compute = {device = "cpu"}')
+    assert main(["simulate", "--strategy", "AllReduce()", "--network", str(file)]) == 2
+    assert "[compute] device: a simulation is the same bit for bit" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_seed_is_a_run(capsys: Capture) -> None:
     arguments = ("--strategy", "EagerPushSum(staleness=2)", *SMALL, "--compute-time", "pareto(10ms, 1.5)")
     first, again, other = (figures(capsys, *arguments, "--seed", seed) for seed in ("1", "1", "2"))

@@ -495,11 +495,12 @@ def test_a_network_file_has_the_costs_of_calls_and_connections() -> None:
                 "slow_start": True,
                 "one_stream": True,
             },
-            "compute": {"spread": 0.05},
+            "compute": {"spread": 0.05, "device": "cuda"},
         }
     )
     assert (network.per_call, network.all_reduce, network.per_segment) == (0.001, "gloo", 0.002)
     assert (network.window, network.slow_start, network.one_stream, network.spread) == (4194304, True, True, 0.05)
+    assert (network.device, Network().device) == ("cuda", "")
     for wrong in ({"all_reduce": "star"}, {"window": 0}, {"per_call": "-1ms"}):
         with pytest.raises(ConfigError):
             read_network({"network": wrong})

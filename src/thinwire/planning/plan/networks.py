@@ -15,6 +15,7 @@ from thinwire.planning.simulate.wires import PAYLOAD_SHARE, Wires
 _LATENCY = 1e-4
 _FASTEST = 1e11
 _LEAST_RATIO = 16
+_ENTRIES = {"compute": "[compute] time", "device": "[compute] device"}
 _LEAST_SHARE, _MOST_SHARE, _PRECISION = 0.2, 1.05, 1e-4
 _LEAST_BUSY, _MOST_CONTENTION = 0.5, 0.9
 
@@ -51,7 +52,7 @@ def check_entries(network: Network, argument: str, reasons: Mapping[str, str]) -
     Args:
         network: as it was read.
         argument: the option and its value, for errors.
-        reasons: why an entry is of no use, by the field: `compute`, `deaths` or `pauses`.
+        reasons: why an entry is of no use, by the field: `compute`, `device`, `deaths` or `pauses`.
 
     Raises:
         ConfigError: with the entry and the reason.
@@ -63,7 +64,7 @@ def check_entries(network: Network, argument: str, reasons: Mapping[str, str]) -
     usual = Network()
     for field, reason in reasons.items():
         if getattr(network, field) != getattr(usual, field):
-            entry = "[compute]" if field == "compute" else f"[[{field}]]"
+            entry = _ENTRIES.get(field) or f"[[{field}]]"
             raise ConfigError(f"{argument}: {entry}: {reason}. Leave it out")
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.core.comm.counting import CountingComm
-from thinwire.core.comm.work import Work, completed
+from thinwire.core.comm.work import Work, completed, synchronize
 from thinwire.core.validation import check_range
 from thinwire.errors import ConfigError, MismatchError
 from thinwire.methods.strategies.base import Strategy
@@ -328,6 +328,8 @@ def own_work(
     rounds: int = 3,
     bucket_bytes: int = _BUCKET_BYTES,
     dtype: torch.dtype = torch.float32,
+    device: str = "",
+    most_elements: int | None = None,
 ) -> list[float]:
     """Seconds that a strategy computes itself in each step of a period: its real code, without network or model.
 
@@ -341,12 +343,39 @@ def own_work(
         rounds: periods to time; of each step the least counts, since other programs only make it longer.
         bucket_bytes: as for `attach`.
         dtype: as for `predict`.
+        device: on which the tensors are; the CPU unless given.
+        most_elements: of a larger model, a vector of so many is timed, and the time extrapolated: codecs and averages
+            take time by the element.
+
+    Raises:
+        ConfigError: torch cannot use the device here.
     """
     shapes, dtype = _shapes_of(parameters, dtype)
+    place, elements = usable_device(device), sum(map(prod, shapes))
+    share = 1.0
+    if most_elements is not None and elements > most_elements:
+        shapes, share = [(most_elements,)], most_elements / elements
     length = min(max(1, cycle(strategy, workers)), _MOST_STEPS)
-    timed = _timed_steps(strategy, shapes, workers, optimizer, (rounds + 1) * length, bucket_bytes, dtype)
-    bare = min(_timed_steps(Local(), shapes, 1, optimizer, rounds + 3, bucket_bytes, dtype)[2:])
-    return [max(0.0, min(timed[length + step :: length]) - bare) for step in range(length)]
+    timed = _timed_steps(strategy, shapes, workers, optimizer, (rounds + 1) * length, bucket_bytes, dtype, place)
+    bare = min(_timed_steps(Local(), shapes, 1, optimizer, rounds + 3, bucket_bytes, dtype, place)[2:])
+    return [max(0.0, min(timed[length + step :: length]) - bare) / share for step in range(length)]
+
+
+def usable_device(device: str) -> torch.device:
+    """Return a device on which torch can compute here; the CPU unless named.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    try:
+        found = torch.device(device or "cpu")
+        torch.zeros(1, dtype=torch.float32, device=found).item()
+    except (RuntimeError, AssertionError) as error:  # a torch without CUDA asserts
+        raise ConfigError(
+            f"device={device!r}: torch cannot use it here. What strategies compute is timed on it. Plan on a machine "
+            'that has it, or name "cpu"'
+        ) from error
+    return found
 
 
 def _timed_steps(
@@ -357,9 +386,10 @@ def _timed_steps(
     steps: int,
     bucket_bytes: int,
     dtype: torch.dtype,
+    device: torch.device,
 ) -> list[float]:
     """Steps on real tensors with a comm that sends nothing."""
-    model = nn.ParameterList([torch.randn(*shape, dtype=dtype, device="cpu") * 0.02 for shape in shapes])
+    model = nn.ParameterList([torch.randn(*shape, dtype=dtype, device=device) * 0.02 for shape in shapes])
     made = default_optimizer(strategy, model, workers, make=optimizer)
     worker = attach(model, made, strategy, comm=EchoComm(0, workers), bucket_bytes=bucket_bytes)
     gradients = [torch.randn_like(parameter) * 1e-3 for parameter in model]
@@ -367,8 +397,10 @@ def _timed_steps(
     for _ in range(steps):
         for parameter, gradient in zip(model, gradients, strict=True):
             parameter.grad = gradient.clone()
+        synchronize(device)
         start = time.perf_counter()
         step_with_gradients(worker)
+        synchronize(device)
         found.append(time.perf_counter() - start)
     worker.detach()
     return found

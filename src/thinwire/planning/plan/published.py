@@ -35,13 +35,14 @@ import torch
 
 from thinwire.errors import ConfigError
 from thinwire.methods.strategies.recipe import parse
-from thinwire.planning.plan.predict import ModelTime, predict
+from thinwire.planning.plan.predict import ModelTime, own_work, predict
 from thinwire.planning.quantities import parse_duration, parse_rate
 from thinwire.planning.simulate import Network, SimulatedComm, simulate
 from thinwire.planning.simulate.network import read_network
 
 _MEGABYTE = 1_000_000
 _WHOLE = 1 << 60  # bytes of a bucket that takes all gradients
+_TIMED_ELEMENTS = 1 << 21  # of a codec on the device that a link names
 _FEW_WORKERS = 2  # of more, one stands for all where all do the same
 _PASSES, _TRIES, _TOLERANCE = 4, 13, 2e-3
 _BACKWARD = 2 / 3  # of a step's computation, unless the model says otherwise
@@ -167,16 +168,18 @@ class Source:
         layers = model["layers"] if cell.bucket else [[1, _elements(model), 1.0]]
         shapes, ready = _layers(layers)
         backward = compute * float(model.get("backward", _BACKWARD))
+        strategy, dtype = parse(cell.recipe), getattr(torch, model.get("dtype", "float32"))
+        given: dict[str, Any] = {"parameters": shapes, "workers": cell.workers, "dtype": dtype}
+        if network.device:
+            given["own_seconds"] = own_work(strategy, device=network.device, most_elements=_TIMED_ELEMENTS, **given)
         found = [
             predict(
-                parse(cell.recipe),
-                parameters=shapes,
-                workers=cell.workers,
+                strategy,
                 network=network,
                 model_time=ModelTime(compute - backward, backward, ready=ready),
                 bucket_bytes=bucket,
-                dtype=getattr(torch, model.get("dtype", "float32")),
                 most_workers=_FEW_WORKERS,
+                **given,
             ).seconds
             for bucket in buckets
         ]

@@ -21,7 +21,7 @@ from thinwire.errors import ConfigError
 from thinwire.methods.strategies.base import Strategy, check_workers
 from thinwire.methods.strategies.recipe import parse
 from thinwire.planning.plan.candidates import CANDIDATES, DENSE, Accuracy, AccuracyTable, measured
-from thinwire.planning.plan.predict import MOST_WORKERS, ModelTime, Prediction, own_work, predict, slower
+from thinwire.planning.plan.predict import MOST_WORKERS, ModelTime, Prediction, own_work, predict, slower, usable_device
 from thinwire.planning.plan.timings import Timings, digest
 from thinwire.planning.plan.traffic import MakeOptimizer
 from thinwire.planning.simulate import Network
@@ -154,12 +154,13 @@ class Planner:
         """Read every recipe, so that a mistake is named before any is simulated.
 
         Raises:
-            ConfigError: a recipe cannot be read, or none is given.
+            ConfigError: a recipe cannot be read, none is given, or torch cannot use the network's device here.
         """
         if not self.recipes:
             raise ConfigError("no recipes to look at. Name some, such as LocalSGD(period=8)")
         for recipe in self.recipes:
             parse(recipe)
+        usable_device(self.job.network.device)
 
     def options(self) -> list[Option]:
         """Return every recipe; those that cannot serve at the end, others from the least time to the loss."""
@@ -271,16 +272,22 @@ class Planner:
         return Option(recipe, found, accuracy)
 
     def _own_seconds(self, recipe: str, strategy: Strategy) -> Sequence[float]:
-        """Timed once, on a part of a large model: codes and averages take time by the element."""
-        job = self.job
-        share = min(1.0, self.timed_elements / job.elements)
-        shapes = job.shapes if share == 1 else [(self.timed_elements,)]
+        """Timed once, on a part of a large model."""
+        job, most, device = self.job, self.timed_elements, self.job.network.device
 
         def measure() -> list[float]:
-            timed = own_work(strategy, parameters=shapes, workers=job.workers, rounds=2, dtype=job.dtype)
-            return [each / share for each in timed]
+            return own_work(
+                strategy,
+                parameters=job.shapes,
+                workers=job.workers,
+                rounds=2,
+                dtype=job.dtype,
+                device=device,
+                most_elements=most,
+            )
 
-        key = f"{recipe} {digest(shapes, job.elements, job.workers, str(job.dtype))}"
+        shapes = job.shapes if job.elements <= most else [(most,)]
+        key = f"{recipe} {digest(shapes, job.elements, job.workers, str(job.dtype))}" + (device and f" on {device}")
         return [each * job.sharing for each in self.timings.get(key, measure)]
 
 

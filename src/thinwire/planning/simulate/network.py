@@ -133,6 +133,7 @@ class Network:
         one_stream: whether a collective call begins when the one before it on the same comm has ended, as with NCCL;
             otherwise it begins when the interface is free, and latencies of consecutive calls overlap.
         spread: deviation of the logarithm of a worker's computing time, drawn for each step.
+        device: on which predictions time what a strategy computes itself, such as its codec; "" for the CPU.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -163,6 +164,7 @@ class Network:
     slow_start: bool = False
     one_stream: bool = False
     spread: float = 0.0
+    device: str = ""
 
     def __post_init__(self) -> None:
         if self.all_reduce not in ALGORITHMS:
@@ -271,7 +273,7 @@ def read_network(table: Table, *, name: str = "network") -> Network:
         for kind, readers in (
             ("network", _NETWORK),
             ("messages", {"delayed": _number, "delay": _duration, "overtaking": _flag}),
-            ("compute", {"time": _duration, "spread": _number}),
+            ("compute", {"time": _duration, "spread": _number, "device": _text}),
             ("racks", {"size": _whole, "bandwidth": _rate, "latency": _seconds}),
         )
     )
@@ -284,6 +286,7 @@ def read_network(table: Table, *, name: str = "network") -> Network:
             **_renamed(network),
             compute=compute.get("time"),
             spread=compute.get("spread", 0.0),
+            device=compute.get("device", ""),
             racks=Racks(**_renamed(racks)) if "racks" in top else None,
             specials=tuple(Special(**_renamed(each)) for each in _entries(top, name, "workers", _WORKER, ("ranks",))),
             pairs=tuple(Pair(**_renamed(each)) for each in _entries(top, name, "links", _LINK, ("between",))),
