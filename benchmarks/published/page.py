@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.published import faults, growth
-from benchmarks.published.papers import papers
+from benchmarks.published.papers import backups, papers
 from benchmarks.published.results import (
     BOUNDS,
     HERE,
@@ -155,15 +155,17 @@ def write() -> None:
         "causes": _causes(),
         "orders": list(_orders()) or ["None."],
         "papers": papers(),
+        "backups": [backups()],
         "growth": growth.table(),
         "growth-bar": [growth.bar_seconds()],
+        "left-out": [growth.left_out()],
         "faults": faults.table(),
         "bars": faults.bars(),
         "cells": [str(sum(len(each) for each in found.values()))],
     }
     written = {f"<!-- {name} -->": "\n".join(lines) for name, lines in sections.items()}
-    for template, path in ((HERE / "scale.md", _DOCS / "scale.md"), (HERE / "details.md", RESULTS / "details.md")):
-        text = template.read_text(encoding="utf-8")
+    for folder, name in ((_DOCS, "scale.md"), (_DOCS, "growth.md"), (RESULTS, "details.md")):
+        path, text = folder / name, (HERE / name).read_text(encoding="utf-8")
         for mark, section in written.items():
             text = text.replace(mark, section)
         path.write_text(re.sub(r"\n{3,}", "\n\n", text), encoding="utf-8")

@@ -3,24 +3,30 @@
 
 python -m benchmarks.published.papers
 
-counts the bytes that the strategies' own code sends; times come from the committed predictions.
+counts the bytes that the strategies' own code sends, and simulates gossip and backup workers, in about a minute. Other
+times come from the committed predictions.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from copy import deepcopy
 
 import torch
 
-from benchmarks.published.results import RESULTS, predictions
+from benchmarks.published.results import HERE, RESULTS, load, predictions
 from thinwire import parse
+from thinwire.lab.runs.simulated_training import Training, summarise
 from thinwire.planning.plan.predict import ModelTime, Simulated
-from thinwire.planning.plan.published import Predicted
-from thinwire.planning.simulate import Network
+from thinwire.planning.plan.published import Cell, Predicted, Source, load_source, set_number
+from thinwire.planning.simulate import Duration, Network, simulate
 
 _WARM_UP = 0.15  # of 1-bit Adam's whole run, as its authors report
 _SIXTH = 1 / 6  # of 1-bit LAMB's first phase
+_GOSSIP_EPOCH = 83.0  # seconds, BERT-Large on 128 GPUs at 100 Gbit/s, from Bagua's figure
+_GOSSIP = {"one peer a step": "Gossip(topology=OnePeerExponential())", "two neighbors": "Gossip(topology=Ring())"}
+_BACKUPS, _BACKUP_WORKERS, _SPREAD = (0, 1, 2, 4, 8), 100, 0.2
 
 
 def count() -> None:
@@ -32,6 +38,8 @@ def count() -> None:
         "bert-compressed": _sent("CompressedMomentum(warmup_steps=1)", 256, bert, half),
         "sketch-dense": _sent("AllReduce()", 256, transformer, single),
         "sketch-256": _sent(_SKETCH, 256, transformer, single),
+        "gossip": {name: _gossip_epoch(recipe) for name, recipe in _GOSSIP.items()},
+        "backups": {str(backups): _backup_step(backups) for backups in _BACKUPS},
     }
     (RESULTS / "papers.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(found)
@@ -44,6 +52,29 @@ def _sent(recipe: str, workers: int, elements: int, dtype: torch.dtype) -> float
     times = ModelTime(0.1, 0.2)
     given = Simulated(parse(recipe), workers, [(elements,)], dtype, [(0, 1.0)], times, [0.0], None, 1 << 60)
     return given.run(Network(bits_per_second=1e10), meta=True, alike=True).payload_bytes
+
+
+def _gossip_epoch(recipe: str) -> float:
+    """Seconds of an epoch on the link whose rate DDP's step of VGG16 has given."""
+    source = load_source(HERE / "sources" / "bagua")
+    fitted = Source(source.name, source.cells, deepcopy(dict(source.table)))
+    for path, value in load("bagua")["fitted"].items():
+        set_number(fitted.table, path, value)
+    return float(f"{fitted.seconds(Cell('BERT-Large', 16, '100G', '', recipe, '', 1, _GOSSIP_EPOCH, '', '')):.4g}")
+
+
+def _backup_step(backups: int) -> float:
+    """Seconds of a step whose computation has a median of 1 s, with so many of the workers as backups."""
+    strategy = parse(f"BackupWorkers(backups={backups})" if backups else "AllReduce()")
+    ended = simulate(
+        _BACKUP_WORKERS,
+        Training(strategy, steps=40, parameters=1000),
+        network=Network(bits_per_second=1e10, latency=1e-4),
+        compute_time=Duration("lognormal", 1.0, _SPREAD),
+        seed=1,
+    )
+    assert not ended.failures, ended.failures
+    return float(f"{summarise(ended).seconds_per_step:.4g}")
 
 
 def papers() -> Iterator[str]:
@@ -72,20 +103,36 @@ def papers() -> Iterator[str]:
     yield _line(
         "1-bit LAMB", "volume, with a sixth of the run uncompressed", 4.6, 1 / (_SIXTH + (1 - _SIXTH) / ratio), "x"
     )
-    for each in predictions("ft-diloco"):
-        if not each.calibrates:
-            used = 0.811 * each.cell.steps
-            yield _line(
-                "DiLoCo (ft-diloco)",
-                f"utilization, {each.cell.method}, {each.cell.link}bit/s",
-                100 * used / each.cell.seconds,
-                100 * used / each.seconds,
-                "%",
-            )
+    for name, title, step in (
+        ("ft-diloco", "DiLoCo (ft-diloco)", 0.811),
+        ("streaming-diloco", "Streaming DiLoCo", 0.1),
+    ):
+        for each in predictions(name):
+            if not each.calibrates:
+                used = step * each.cell.steps
+                yield _line(
+                    title,
+                    f"utilization, {each.cell.method}, {each.cell.link}bit/s",
+                    100 * used / each.cell.seconds,
+                    100 * used / each.seconds,
+                    "%",
+                )
+    for name, seconds in counted["gossip"].items():
+        yield _line("Gossip (Bagua)", f"epoch of BERT-Large, 128 GPUs, {name}", _GOSSIP_EPOCH, seconds, "s")
     ratio = counted["sketch-dense"] / counted["sketch-256"]
     yield (
         f"| Sketched SGD | bytes at 256 workers, 90 M parameters | up to 40x less | {ratio:.1f}x less with `{_SKETCH}` "
         "| set by the size of the sketch |"
+    )
+
+
+def backups() -> str:
+    """The illustration of backup workers, in words."""
+    found = json.loads((RESULTS / "papers.json").read_text(encoding="utf-8"))["backups"]
+    rest = ", ".join(f"{seconds:.2f} s with {count}" for count, seconds in found.items() if count != "0")
+    return (
+        f"{_BACKUP_WORKERS} workers whose computation is lognormal, with a median of 1 s and a deviation of the "
+        f"logarithm of {_SPREAD:g}, take {found['0']:.2f} s a step without backups, {rest}"
     )
 
 

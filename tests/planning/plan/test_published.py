@@ -11,11 +11,12 @@ import pytest
 
 from benchmarks.published import faults, growth, page
 from benchmarks.published.results import BOUNDS, HERE, SOURCES, all_predictions, load, order_errors
-from thinwire import ConfigError
+from thinwire import ConfigError, Strategy, parse
 from thinwire.cli import main
 from thinwire.planning.plan import published
 from thinwire.planning.plan.published import Cell, Predicted, explain_cell, load_source
 from thinwire.planning.simulate.wires import PAYLOAD_SHARE
+from thinwire.registry import recipe_classes
 
 COLUMNS = "model\tworkers\tlink\tmethod\trecipe\tbucket\tsteps\tseconds\tkind\tnote"
 TOML = """
@@ -156,6 +157,14 @@ def test_pictures_are_the_same_when_they_are_drawn_again(tmp_path: Path) -> None
         first = (tmp_path / "first.svg").read_bytes()
         assert first == (tmp_path / "second.svg").read_bytes(), draw.__module__
         assert b"<dc:date>" not in first
+
+
+def test_every_strategy_has_rows_or_a_reason_why_not() -> None:
+    assert list(dict.fromkeys(row["strategy"] for row in growth.committed()["rows"])) == list(growth.STRATEGIES)
+    found = {type(parse(text)).__name__ for text in growth.STRATEGIES}
+    known = {name for name, kind in recipe_classes().items() if issubclass(kind, Strategy)}
+    assert not found & {*growth.LEFT_OUT}
+    assert found | {*growth.LEFT_OUT} == known
 
 
 def test_the_bar_on_simulator_seconds_is_written_and_checked(
