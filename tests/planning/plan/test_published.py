@@ -120,6 +120,19 @@ def test_a_source_that_cannot_be_read_or_fitted_is_refused(tmp_path: Path) -> No
         load_source(write(tmp_path, rows=ROWS[1:])).predict()
     with pytest.raises(ConfigError, match="no link 'fast'"):
         load_source(write(tmp_path, rows=(ROWS[0], ROWS[1].replace("slow", "fast")))).predict()
+    for old, new, words in (
+        ('compute = "100ms"\n', "", r"models.mlp has no compute. Add compute = \"250ms\""),
+        ("layers = [[4, 2500000, 1.0]]\n", "", r"models.mlp has no layers. Add layers = "),
+        ('compute = "100ms"', 'compute = "100ms"\ndtype = "half-ish"', "dtype='half-ish': must be a dtype of torch"),
+        ("[[4, 2500000, 1.0]]", "1e7", r"models.mlp: layers=10000000.0: must be a list of"),
+        ('["links/slow/network/bandwidth"]', '["links/slow/rate"]', r"'links/slow/rate' is no number of the file"),
+        ('["links/slow/network/bandwidth"]', '["links/slow"]', r"'links/slow' is no number of the file"),
+        ('numbers = ["links/slow/network/bandwidth"]', "", "None is no number of the file"),
+        ('cell = "mlp, 4, slow, dense"', "", 'has no cell. Add cell = "mlp, 4, slow, dense"'),
+    ):
+        assert old in TOML
+        with pytest.raises(ConfigError, match=words):
+            load_source(write(tmp_path, TOML.replace(old, new))).predict()
     with pytest.raises(ConfigError, match=r"no value of .* gives"):
         load_source(write(tmp_path, rows=(ROWS[0].replace(f"{DENSE}", "0.05"),))).predict()
 
@@ -209,12 +222,19 @@ def test_the_command_predicts_explains_and_plans_on_a_fitted_link(
         assert words in " ".join(capsys.readouterr().err.split())
 
 
-def test_the_printed_command_explains_its_cell(
+def test_the_printed_commands_predict_explain_and_plan(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = HERE.parents[1]
     monkeypatch.chdir(root)
     lines = (root / "docs" / "scale.md").read_text(encoding="utf-8").splitlines()
-    (command,) = [shlex.split(line[2:]) for line in lines if line.startswith("$ thinwire plan --published")]
-    assert main(command[1:]) == 0
-    assert "published  20.87 s" in capsys.readouterr().out
+    commands = [shlex.split(line) for line in lines if line.startswith("thinwire plan --published")]
+    printed: list[str] = []
+    for command in commands:
+        assert main(command[1:]) == 0
+        printed.append(capsys.readouterr().out)
+    predicted, explained, planned = printed
+    errors = [float(line.split("%")[0]) for line in predicted.splitlines()]
+    assert len(errors) == 4 and max(map(abs, errors)) < 10
+    assert "published  3.615 s" in explained and "fitted     links/home/network/bandwidth" in explained
+    assert "LocalSGD(period=8)" in planned

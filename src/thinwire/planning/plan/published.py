@@ -46,6 +46,7 @@ _TIMED_ELEMENTS = 1 << 21  # of a codec on the device that a link names
 _FEW_WORKERS = 2  # of more, one stands for all where all do the same
 _PASSES, _TRIES, _TOLERANCE = 4, 13, 2e-3
 _BACKWARD = 2 / 3  # of a step's computation, unless the model says otherwise
+_NEEDED = {"compute": '"250ms"', "layers": "[[24, 1000000, 1.0]]"}
 
 
 @dataclass(frozen=True)
@@ -161,14 +162,28 @@ class Source:
             [_WHOLE] if not cell.bucket else [max(1, int(float(each) * _MEGABYTE)) for each in cell.bucket.split("|")]
         )
         steps = cell.steps * float(model.get("steps", 1))
+        layers = self._of_model(cell.model, "layers")
+        try:
+            tensors = list(_tensors(layers))
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"{self.name}.toml: models.{cell.model}: layers={layers!r}: must be a list of [tensors, elements of "
+                f"each, share of the backward pass], such as {_NEEDED['layers']}"
+            ) from None
         if cell.recipe.startswith("call:"):
-            return steps * _call_seconds(cell, model, network)
-        compute = parse_duration(model["compute"], argument=f"{self.name}.toml: {cell.model}: compute")
+            return steps * _call_seconds(cell, sum(elements for elements, _ in tensors), network)
+        compute = parse_duration(
+            self._of_model(cell.model, "compute"), argument=f"{self.name}.toml: models.{cell.model}: compute"
+        )
         # One message after the backward pass does not depend on the order of gradients.
-        layers = model["layers"] if cell.bucket else [[1, _elements(model), 1.0]]
-        shapes, ready = _layers(layers)
+        shapes, ready = _layers(tensors if cell.bucket else [(sum(elements for elements, _ in tensors), 1.0)])
         backward = compute * float(model.get("backward", _BACKWARD))
-        strategy, dtype = parse(cell.recipe), getattr(torch, model.get("dtype", "float32"))
+        strategy, dtype = parse(cell.recipe), getattr(torch, str(model.get("dtype", "float32")), None)
+        if not isinstance(dtype, torch.dtype):
+            raise ConfigError(
+                f"{self.name}.toml: models.{cell.model}: dtype={model['dtype']!r}: must be a dtype of torch, such as "
+                '"bfloat16"'
+            )
         given: dict[str, Any] = {"parameters": shapes, "workers": cell.workers, "dtype": dtype}
         if network.device:
             given["own_seconds"] = own_work(strategy, device=network.device, most_elements=_TIMED_ELEMENTS, **given)
@@ -184,6 +199,13 @@ class Source:
             for bucket in buckets
         ]
         return steps * min(found)
+
+    def _of_model(self, name: str, key: str) -> Any:
+        """Return an entry of a model that its prediction needs."""
+        model = self._entry("models", name)
+        if key not in model:
+            raise ConfigError(f"{self.name}.toml: models.{name} has no {key}. Add {key} = {_NEEDED[key]}")
+        return model[key]
 
     def network(self, link: str) -> Network:
         """Return the network of a link of the file."""
@@ -231,6 +253,17 @@ def load_source(path: str | Path) -> Source:
         cells = tuple(_cell(row) for row in rows)
     except ValueError as error:
         raise ConfigError(f"{path}.tsv: {error}. workers, steps and seconds must be numbers") from error
+    for fit in table.get("fits", []):
+        for number in fit.get("numbers", [None]):
+            try:
+                _number(_get(table, number))
+            except (KeyError, TypeError, AttributeError, ValueError):
+                raise ConfigError(
+                    f"{path}.toml: [[fits]] numbers: {number!r} is no number of the file. Name the entries that are "
+                    'fitted, such as numbers = ["links/home/network/bandwidth"]'
+                ) from None
+        if "cell" not in fit:
+            raise ConfigError(f'{path}.toml: [[fits]] has no cell. Add cell = "{cells[0].name if cells else "..."}"')
     return Source(path.name, cells, table)
 
 
@@ -265,13 +298,8 @@ def _tensors(layers: Sequence[Any]) -> Iterator[tuple[int, float]]:
                 yield int(entry[0]), entry[1] / count
 
 
-def _elements(model: Mapping[str, Any]) -> int:
-    return sum(elements for elements, _ in _tensors(model["layers"]))
-
-
-def _layers(layers: Sequence[Any]) -> tuple[list[tuple[int]], tuple[float, ...]]:
+def _layers(tensors: Sequence[tuple[int, float]]) -> tuple[list[tuple[int]], tuple[float, ...]]:
     """Shapes in forward order, and when in the backward pass each gradient is final."""
-    tensors = list(_tensors(layers))
     total, passed, ready = sum(share for _, share in tensors), 0.0, list[float]()
     for _, share in reversed(tensors):
         passed += share
@@ -280,9 +308,8 @@ def _layers(layers: Sequence[Any]) -> tuple[list[tuple[int]], tuple[float, ...]]
     return [(elements,) for elements, _ in tensors], tuple(reversed(ready))
 
 
-def _call_seconds(cell: Cell, model: Mapping[str, Any], network: Network) -> float:
+def _call_seconds(cell: Cell, elements: int, network: Network) -> float:
     """Seconds of collective calls on a vector, one after the other: `call:all_to_all+all_gather`."""
-    elements = _elements(model)
 
     def work(comm: SimulatedComm) -> float:
         for call in cell.recipe.removeprefix("call:").split("+"):
