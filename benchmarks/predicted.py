@@ -32,11 +32,13 @@ pauses in which others had the core, and said 4 ms for a step of 21 ms.
 
 By it: 51 of 64 cells, 79.7 %: not met, by one cell; the recipe that was chosen was the fastest in all eight groups.
 
-The third edition, whose rule was written before any of its own and which is not measured yet: at least 85 % of the
-cells, and a prediction is also given the contention, as `thinwire doctor` measures it: how much longer the model's step
-takes while each worker sends all along, and how much it sends meanwhile. The all-reduces calibrate Gloo's own ring.
+The third edition, whose rule was written before any of its own: at least 85 % of the cells, and a prediction is also
+given the contention, as `thinwire doctor` measures it: how much longer the model's step takes while each worker sends
+all along, and how much it sends meanwhile. The all-reduces calibrate Gloo's own ring.
 
-Each cell is a line of benchmarks/results/predicted (the second edition's) or of `--folder`, written as soon as it is
+By it: 55 of 64 cells, 85.9 %: met, with none to spare; the recipe that was chosen was the fastest in all eight groups.
+
+Each cell is a line of benchmarks/results/predicted (the third edition's) or of `--folder`, written as soon as it is
 done, and is not repeated: an interrupted run is continued by the same command. Nothing else may run on the machine
 meanwhile. How long a group took is printed, and each cell holds its own `wall_seconds`.
 """
@@ -81,7 +83,7 @@ RECIPES = (
     "OverlapLocalSGD(period=8)",
     "DQSGD(rule=FixedBits(4))",
 )
-WITHIN, CELLS = 0.15, 0.8
+WITHIN, CELLS = 0.15, 0.85
 NEAR_BEST, GROUPS_RIGHT = 0.10, 7
 _SECONDS = 30.0
 _FEWEST_BLOCKS, _MOST_BLOCKS = 3, 16
