@@ -17,6 +17,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from benchmarks.published.results import RESULTS
 from reproductions.shared.charts import Panel, lines
 from thinwire import ThinwireError, parse
 from thinwire.lab.report.picture import write_svg
-from thinwire.planning.plan.predict import ModelTime, Simulated, slower
+from thinwire.planning.plan.predict import ModelTime, Simulated
 from thinwire.planning.simulate import Network, SimulatedComm, simulate
 
 SIZES = (4, 16, 64, 256, 1024, 4096)
@@ -82,7 +83,7 @@ LEFT_OUT = {
 _SHAPE = (2500, 4000)
 _NETWORK = Network(bits_per_second=1e10, latency=1e-4)
 _MOST_UNLIKE = 64
-_SMALLER = 200  # a simulation with numbers has tensors and rates divided by this
+_SMALLER = 200  # a simulation with numbers has tensors divided by this
 _MOST_SECONDS = 40.0  # of the simulator; larger sizes are left out
 BAR_RECIPES, BAR_SECONDS = ("LocalSGD(period=8)", "PushSum()"), 60.0
 
@@ -122,7 +123,7 @@ def _cost(text: str, workers: int) -> dict[str, float | bool] | None:
             if meta:
                 found = given.run(_NETWORK, meta=True, alike=alike)
             else:
-                found = small.run(slower(_NETWORK, _SMALLER), meta=False).larger(_SMALLER)
+                found = small.run(replace(_NETWORK, magnified=_SMALLER), meta=False).larger(_SMALLER)
             return {
                 "alike": alike,
                 "step_seconds": float(f"{found.seconds:.4g}"),

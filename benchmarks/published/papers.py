@@ -26,7 +26,7 @@ _WARM_UP = 0.15  # of 1-bit Adam's whole run, as its authors report
 _SIXTH = 1 / 6  # of 1-bit LAMB's first phase
 _GOSSIP_EPOCH = 83.0  # seconds, BERT-Large on 128 GPUs at 100 Gbit/s, from Bagua's figure
 _GOSSIP = {"one peer a step": "Gossip(topology=OnePeerExponential())", "two neighbors": "Gossip(topology=Ring())"}
-_BACKUPS, _BACKUP_WORKERS, _SPREAD = (0, 1, 2, 4, 8), 100, 0.2
+_BACKUPS, _BACKUP_WORKERS, _SPREAD = (0, 2, 4), 50, 0.2
 
 
 def count() -> None:
@@ -68,7 +68,7 @@ def _backup_step(backups: int) -> float:
     strategy = parse(f"BackupWorkers(backups={backups})" if backups else "AllReduce()")
     ended = simulate(
         _BACKUP_WORKERS,
-        Training(strategy, steps=40, parameters=1000),
+        Training(strategy, steps=16, parameters=1000),
         network=Network(bits_per_second=1e10, latency=1e-4),
         compute_time=Duration("lognormal", 1.0, _SPREAD),
         seed=1,

@@ -464,6 +464,34 @@ def test_broadcasts_are_on_the_stream_too() -> None:
         assert 0.124 < last < 0.124 + 0.021
 
 
+@pytest.mark.parametrize("alike", [False, True])
+def test_smaller_tensors_whose_bytes_count_more_take_as_long_as_large_ones(alike: bool) -> None:
+    """Also where the length of a message decides the algorithm: chunks, direct messages and Gloo's segments."""
+
+    def ends(elements: int, magnified: float, kind: str) -> list[float]:
+        def work(comm: simulate.SimulatedComm) -> list[float]:
+            x, ends = torch.zeros(elements), list[float]()
+            parts = list(x[: elements // comm.size * comm.size].chunk(comm.size))
+            following, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+            for call in (
+                lambda: comm.all_reduce_(x),
+                lambda: comm.all_gather(x),
+                lambda: comm.all_gather(x[: elements // 1000]),
+                lambda: comm.broadcast_(x, 0),
+                lambda: comm.all_to_all(parts, [len(each) for each in parts]),
+                lambda: comm.send_recv(x, [following], [before]),
+            ):
+                call().wait()
+                ends.append(comm.now)
+            return ends
+
+        network = Network(latency=1e-4, all_reduce=kind, magnified=magnified)
+        return [each for row in simulate.simulate(8, work, network=network, alike=alike).results for each in row or ()]
+
+    for kind in ("ring", "gloo"):
+        assert ends(10_000, 100.0, kind) == pytest.approx(ends(1_000_000, 1.0, kind), rel=1e-9)
+
+
 def test_computing_times_vary_by_the_spread_and_all_wait_for_the_slowest() -> None:
     def work(comm: SimulatedComm) -> tuple[float, float]:
         own = 0.0

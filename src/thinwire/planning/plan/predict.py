@@ -6,7 +6,7 @@ gradients over one after the other, as fast as the model's own does, and the sim
 The strategy's own computation (codecs, averages, updates) is timed once, on real tensors without a network.
 
 A strategy that decides by the numbers what it sends to whom, such as one with a leader, cannot run on meta tensors. It
-is simulated with numbers, on tensors and links that are smaller by the same factor.
+is simulated with numbers, on smaller tensors, of whose messages each byte counts as many.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -163,17 +164,20 @@ class Simulated:
         length = min(max(1, cycle(self.strategy, self.workers)), _MOST_STEPS)
         counted, warm_up = length * -(-_FEWEST_STEPS // length), max(length, 2)
         sent, held = [0.0] * self.workers, [0.0] * self.workers
+        # A codec encodes each message of gradients before it is sent, while earlier ones are on their way, and decodes
+        # the means after the backward pass.
+        encoding = 0.5 if self.strategy.traits.sends_gradients else 0.0
+        elements = sum(prod(shape) for shape in self.shapes)
 
         def work(comm: SimulatedComm) -> None:
             worker, parameters = self._worker(comm, meta=meta)
             speed, before = comm.slowdown, 0.0
             draw = random.Random(comm.rank)
             # A chain is passed back from its end: what is final last comes first.
-            seconds = self.model_time.backward * speed
-            links = [(parameters[place], share * seconds) for place, share in reversed(self.order)]
+            links = [(parameters[place], share) for place, share in reversed(self.order)]
 
-            def backward_takes(pause: float) -> None:
-                comm.sleep(pause * comm.variation)
+            def backward_takes(share: float, part: float, own: float) -> None:
+                comm.sleep((share * self.model_time.backward + part * own) * speed * comm.variation)
 
             # A worker that was late may continue at a later step.
             while worker.step < warm_up + counted:
@@ -182,10 +186,12 @@ class Simulated:
                     before = comm.meter.payload_bytes
                 comm.compute(self.model_time.forward)
                 chain = torch.zeros((), dtype=torch.float32, device="meta" if meta else "cpu", requires_grad=True)
-                for parameter, pause in links:
-                    chain = _Final.apply(chain, parameter, lambda pause=pause: backward_takes(pause))  # pyright: ignore
+                own = self.own[step % len(self.own)]
+                for parameter, share in links:
+                    takes = partial(backward_takes, share, parameter.numel() / elements, encoding * own)
+                    chain = _Final.apply(chain, parameter, takes)  # pyright: ignore
                 chain.backward()
-                comm.sleep((self.own[step % len(self.own)] + self.model_time.update) * speed * comm.variation)
+                comm.sleep(((1 - encoding) * own + self.model_time.update) * speed * comm.variation)
                 worker.record_batch(1, loss=0.0 if meta else draw.random())
                 worker.optimizer.step()
             sent[comm.rank] = comm.meter.payload_bytes - before
@@ -316,7 +322,7 @@ def predict(
         # It reads numbers, which meta tensors do not have; or its ranks, each by its own, decided differently.
         pass
     factor = max(1, -(-sum(prod(shape) for shape in shapes) // _MOST_NUMBERS))
-    return given.smaller(factor).run(slower(network, factor), meta=False).larger(factor)
+    return given.smaller(factor).run(replace(network, magnified=factor), meta=False).larger(factor)
 
 
 def own_work(

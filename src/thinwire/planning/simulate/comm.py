@@ -268,8 +268,9 @@ class SimulatedComm(Comm):
     def _solve_broadcast(self, collective: Collective, src: int, nbytes: float) -> None:
         """When a broadcast reaches each rank: along a chain, or down Gloo's tree; ranks before it must have joined."""
         size, wires = self.size, self._wires
-        chain = size > 2 and nbytes > _CHAIN_BYTES
-        chunk = min(_MOST_CHUNK_BYTES, max(_CHAIN_BYTES, nbytes / _CHUNKS)) if chain else nbytes
+        vector = nbytes * self._world.network.magnified
+        chain = size > 2 and vector > _CHAIN_BYTES
+        chunk = min(_MOST_CHUNK_BYTES, max(_CHAIN_BYTES, vector / _CHUNKS)) if chain else vector
         ahead = [0 if self._world.network.one_stream else (self.rank - src) % size]
         while ahead:
             place = ahead.pop()

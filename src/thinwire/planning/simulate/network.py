@@ -134,6 +134,7 @@ class Network:
             otherwise it begins when the interface is free, and latencies of consecutive calls overlap.
         spread: deviation of the logarithm of a worker's computing time, drawn for each step.
         device: on which predictions time what a strategy computes itself, such as its codec; "" for the CPU.
+        magnified: how many bytes each byte of a message stands for, where tensors are simulated smaller than they are.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -165,6 +166,7 @@ class Network:
     one_stream: bool = False
     spread: float = 0.0
     device: str = ""
+    magnified: float = 1.0
 
     def __post_init__(self) -> None:
         if self.all_reduce not in ALGORITHMS:
@@ -181,6 +183,7 @@ class Network:
         times += [0.0 if self.racks is None else self.racks.latency, self.per_call, self.per_segment]
         for time in times:
             check_range("seconds", time, "[0, inf)", "0.01 is 10 ms")
+        check_range("magnified", self.magnified, "(0, inf)", "1 is usual")
         check_range("spread", self.spread, "[0, inf)", "0.05 is usual")
         check_range("delayed", self.delayed, "[0, 1]", "It is a share of the messages")
         check_range("contention", self.contention, "[0, 1)", "It is the share of computation that messages take")

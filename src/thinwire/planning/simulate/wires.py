@@ -187,6 +187,7 @@ class Wires:
         Returns:
             When it has left its sender, and when it has arrived.
         """
+        nbytes *= self._network.magnified
         seconds = nbytes / self._rates[src]
         latency = self.latency(src, dst)
         if self._network.slow_start and latency:
@@ -207,6 +208,7 @@ class Wires:
 
     def all_reduce(self, launched: Sequence[float], nbytes: float) -> list[float]:
         """When each rank has the result of an all-reduce: of a ring, 2 (n-1) hops of an n-th of the vector."""
+        nbytes *= self._network.magnified
         if self._is_gloo:
             return self._segmented(launched, nbytes / self._workers, rounds=2)
         if self._network.all_reduce == "tree" and self._workers > 1:
@@ -215,8 +217,9 @@ class Wires:
 
     def all_gather(self, launched: Sequence[float], nbytes: float) -> list[float]:
         """When each rank has all vectors: of short ones a message to each other rank, else n-1 hops around a ring."""
+        alone, nbytes = nbytes, nbytes * self._network.magnified
         if nbytes <= DIRECT_GATHER_BYTES and self._workers <= _MOST_RANKS_OF_ALL_TO_ALL:
-            return self.all_to_all(launched, [[nbytes] * self._workers] * self._workers)
+            return self.all_to_all(launched, [[alone] * self._workers] * self._workers)
         if nbytes <= DIRECT_GATHER_BYTES:
             sums, shape = np.full(self._workers, (self._workers - 1.0) * nbytes), (self._workers, self._workers)
             return self._at_once(launched, sums, sums, np.broadcast_to(np.array(float(nbytes)), shape))
@@ -247,7 +250,7 @@ class Wires:
                     left, arrived = self.send(max(launched[src], told), src, dst, nbytes[src][dst])
                     done[src], done[dst] = max(done[src], left), max(done[dst], arrived)
             return done
-        rows = np.asarray(nbytes, dtype=float)
+        rows = np.asarray(nbytes, dtype=float) * self._network.magnified
         own = rows.diagonal()
         return self._at_once(launched, rows.sum(1) - own, rows.sum(0) - own, rows)
 
