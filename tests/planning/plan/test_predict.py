@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -121,12 +123,12 @@ def test_what_a_strategy_computes_itself_is_timed_on_its_own_code(strategy: Stra
 def test_of_a_large_model_a_part_is_timed_and_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[tuple[int, torch.device]] = []
 
-    def steps(strategy: Strategy, shapes: list[tuple[int]], *others: object) -> list[float]:
-        timed.append((shapes[0][0], others[-1]))  # pyright: ignore[reportArgumentType]
+    def steps(strategy: Strategy, shapes: list[tuple[int]], *others: Any) -> list[float]:
+        timed.append((shapes[0][0], others[-1]))
         return [0.25 if isinstance(strategy, Local) else 0.75] * 8
 
     monkeypatch.setattr("thinwire.planning.plan.predict._timed_steps", steps)
-    given = {"parameters": [(40,), (60,)], "workers": 2, "rounds": 2}
+    given: dict[str, Any] = {"parameters": [(40,), (60,)], "workers": 2, "rounds": 2}
     assert own_work(AllReduce(Bf16()), **given, most_elements=25, device="cpu") == [pytest.approx(4 * 0.5)]
     assert own_work(AllReduce(Bf16()), **given, most_elements=100) == [pytest.approx(0.5)]
     assert timed == [(size, torch.device("cpu")) for size in (25, 25, 40, 40)]
