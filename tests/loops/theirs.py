@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from tests.loops.kits import Kit, batch, fill
-from tests.loops.plain import STEPS, end, loss_of, net, sgd, steps
+from tests.loops.plain import STEPS, begin, end, error, loss_of, net, sgd, steps, trained
 from tests.loops.table import ALL, GRADIENTS, loop
 
 FULL = (torch.float32, torch.float64)
@@ -28,9 +28,7 @@ FULL = (torch.float32, torch.float64)
 
 @loop()
 def two_losses_backward_one_after_the_other(kit: Kit) -> list[Tensor]:
-    model = net(kit)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
+    model, optimizer = begin(kit)
     for step in range(STEPS):
         x, y = kit.batch(step)
         optimizer.zero_grad()
@@ -61,9 +59,7 @@ def policy_and_value_for_several_epochs(kit: Kit) -> list[Tensor]:
 @loop()
 def a_backward_pass_without_a_step(kit: Kit) -> list[Tensor]:
     """Gradient norms for a log, and the learning-rate finder's first pass."""
-    model = net(kit)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
+    model, optimizer = begin(kit)
     for step in range(STEPS):
         optimizer.zero_grad()
         kit.backward(loss_of(model, kit, 100 + step))
@@ -87,11 +83,7 @@ class _Checkpointed(nn.Module):
 
 
 def _checkpointed(kit: Kit, *, reentrant: bool, shared: bool = False) -> list[Tensor]:
-    model = fill(_Checkpointed(reentrant=reentrant, shared=shared), kit.rank)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
-    steps(kit, model, optimizer)
-    return end(model)
+    return trained(kit, fill(_Checkpointed(reentrant=reentrant, shared=shared), kit.rank))
 
 
 @loop()
@@ -150,24 +142,18 @@ class _Tiled(nn.Module):
 
 @loop()
 def a_tiled_mlp(kit: Kit) -> list[Tensor]:
-    model = fill(_Tiled(), kit.rank)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
-    steps(kit, model, optimizer)
-    return end(model)
+    return trained(kit, fill(_Tiled(), kit.rank))
 
 
 @loop()
 def a_tiled_mlp_whose_tiles_grow_in_number(kit: Kit) -> list[Tensor]:
     model = fill(_Tiled(), kit.rank)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
-    for step in range(STEPS):
+
+    def loss(step: int) -> Tensor:
         x, y = kit.batch(step)
-        optimizer.zero_grad()
-        kit.backward((model(x, 2 if step < 2 else 3) - y).square().mean())
-        optimizer.step()
-    return end(model)
+        return error(model(x, 2 if step < 2 else 3), y)
+
+    return trained(kit, model, loss=loss)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -193,15 +179,12 @@ class _ChunkedLoss(torch.autograd.Function):
 @loop()
 def a_chunked_loss(kit: Kit) -> list[Tensor]:
     model = net(kit)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
-    for step in range(STEPS):
+
+    def loss(step: int) -> Tensor:
         x, y = kit.batch(step)
-        optimizer.zero_grad()
-        hidden = model[1](model[0](x))
-        kit.backward(_ChunkedLoss.apply(hidden, model[2].weight, y - model[2].bias))
-        optimizer.step()
-    return end(model)
+        return _ChunkedLoss.apply(model[1](model[0](x)), model[2].weight, y - model[2].bias)
+
+    return trained(kit, model, loss=loss)
 
 
 class _Reversible(torch.autograd.Function):
@@ -244,11 +227,7 @@ def a_reversible_network(kit: Kit) -> list[Tensor]:
         def forward(self, x: Tensor) -> Tensor:
             return self.head(_Reversible.apply(self.first(x), self.layers))
 
-    model = fill(Net(), kit.rank)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
-    steps(kit, model, optimizer)
-    return end(model)
+    return trained(kit, fill(Net(), kit.rank))
 
 
 @loop(dtypes=FULL)
@@ -257,11 +236,9 @@ def an_equilibrium_network(kit: Kit) -> list[Tensor]:
     model = fill(nn.ModuleDict({"cell": nn.Linear(4, 4), "inject": nn.Linear(4, 4), "head": nn.Linear(4, 2)}), kit.rank)
     with torch.no_grad():
         model["cell"].weight.mul_(0.3)
-    optimizer = SGD(model.parameters(), lr=0.05)
-    kit.attach(model, optimizer)
-    for step in range(STEPS):
+
+    def loss(step: int) -> Tensor:
         x, y = kit.batch(step)
-        optimizer.zero_grad()
         with torch.no_grad():
             z = torch.zeros_like(x)
             for _ in range(8):
@@ -270,16 +247,16 @@ def an_equilibrium_network(kit: Kit) -> list[Tensor]:
         inner = z.detach().requires_grad_()
         again = (model["cell"](inner) + model["inject"](x)).tanh()
 
-        def solve(grad: Tensor, inner: Tensor = inner, again: Tensor = again) -> Tensor:
+        def solve(grad: Tensor) -> Tensor:
             found = grad
             for _ in range(4):
                 found = grad + torch.autograd.grad(again, inner, found, retain_graph=True)[0]
             return found
 
         z.register_hook(solve)
-        kit.backward((model["head"](z) - y).square().mean())
-        optimizer.step()
-    return end(model)
+        return error(model["head"](z), y)
+
+    return trained(kit, model, lambda model: SGD(model.parameters(), lr=0.05), loss=loss)
 
 
 # -- gradients of gradients --------------------------------------------------------------------------------------------
@@ -288,39 +265,33 @@ def an_equilibrium_network(kit: Kit) -> list[Tensor]:
 @loop(dtypes=FULL)
 def a_gradient_penalty_through_create_graph(kit: Kit) -> list[Tensor]:
     model = net(kit)
-    optimizer = SGD(model.parameters(), lr=0.02)
-    kit.attach(model, optimizer)
-    for step in range(STEPS):
-        optimizer.zero_grad()
+
+    def penalized(step: int) -> Tensor:
         loss = loss_of(model, kit, step)
         into = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-        kit.backward(loss + 0.1 * sum(g.square().sum() for g in into))
-        optimizer.step()
-    return end(model)
+        return loss + 0.1 * sum(g.square().sum() for g in into)
+
+    return trained(kit, model, lambda model: SGD(model.parameters(), lr=0.02), loss=penalized)
 
 
 @loop(dtypes=FULL)
 def maml(kit: Kit) -> list[Tensor]:
     model = net(kit)
-    optimizer = Adam(model.parameters(), lr=0.02)
-    kit.attach(model, optimizer)
-    for step in range(STEPS):
+
+    def after_an_inner_step(step: int) -> Tensor:
         x, y = kit.batch(step)
         weights = dict(model.named_parameters())
-        loss = (torch.func.functional_call(model, weights, (x,)) - y).square().mean()
-        into = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+        inner = error(torch.func.functional_call(model, weights, (x,)), y)
+        into = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
         adapted = {name: p - 0.1 * g for (name, p), g in zip(weights.items(), into, strict=True)}
-        optimizer.zero_grad()
-        kit.backward((torch.func.functional_call(model, adapted, (x + 1,)) - y).square().mean())
-        optimizer.step()
-    return end(model)
+        return error(torch.func.functional_call(model, adapted, (x + 1,)), y)
+
+    return trained(kit, model, lambda model: Adam(model.parameters(), lr=0.02), loss=after_an_inner_step)
 
 
 @loop(refused={GRADIENTS: "no backward pass has exchanged"})
 def gradients_by_autograd_grad(kit: Kit) -> list[Tensor]:
-    model = net(kit)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
+    model, optimizer = begin(kit)
     for step in range(STEPS):
         into = torch.autograd.grad(loss_of(model, kit, step), list(model.parameters()))
         for p, g in zip(model.parameters(), into, strict=True):
@@ -380,13 +351,12 @@ def wgan_with_a_gradient_penalty(kit: Kit) -> list[Tensor]:
 @loop()
 def wgan_with_clipped_weights(kit: Kit) -> list[Tensor]:
     model = net(kit)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
-    for step in range(STEPS):
-        steps(kit, model, optimizer, 1, step)
+
+    def clip(step: int) -> None:
         for p in model.parameters():
             p.data.clamp_(-0.4, 0.4)
-    return end(model)
+
+    return trained(kit, model, after_step=clip)
 
 
 class _Muon(SGD):
@@ -445,9 +415,7 @@ def two_optimizers_whose_parameters_come_in_another_order(kit: Kit) -> list[Tens
 
 
 def _sam(kit: Kit, restore: Callable[[nn.Module, list[Tensor]], None]) -> list[Tensor]:
-    model = net(kit)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
+    model, optimizer = begin(kit)
     for step in range(STEPS):
         optimizer.zero_grad()
         kit.backward(loss_of(model, kit, step))
@@ -503,12 +471,8 @@ class _Lookahead(Optimizer):
 
 @loop()
 def lookahead(kit: Kit) -> list[Tensor]:
-    model = net(kit)
-    fill(model, 0)  # all start alike, as the slow weights are taken before attach
-    optimizer = _Lookahead(sgd(model))
-    kit.attach(model, optimizer)
-    steps(kit, model, optimizer)
-    return end(model)
+    # All start alike, as the slow weights are taken before attach.
+    return trained(kit, fill(net(kit), 0), lambda model: _Lookahead(sgd(model)))
 
 
 class _Assigning(SGD):
@@ -675,17 +639,12 @@ def hooks_before_attach(kit: Kit) -> list[Tensor]:
     for p in model.parameters():
         p.register_hook(lambda grad: 0.5 * grad)
         p.register_post_accumulate_grad_hook(_tripled)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
-    steps(kit, model, optimizer)
-    return end(model)
+    return trained(kit, model)
 
 
 @loop()
 def hooks_after_attach(kit: Kit) -> list[Tensor]:
-    model = net(kit)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
+    model, optimizer = begin(kit)
     for p in model.parameters():
         p.register_hook(lambda grad: 0.5 * grad)
         p.register_post_accumulate_grad_hook(_tripled)
@@ -695,9 +654,7 @@ def hooks_after_attach(kit: Kit) -> list[Tensor]:
 
 @loop()
 def each_parameter_clipped_in_a_hook_after_attach(kit: Kit) -> list[Tensor]:
-    model = net(kit)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
+    model, optimizer = begin(kit)
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(_clamped)
     steps(kit, model, optimizer)
@@ -706,9 +663,7 @@ def each_parameter_clipped_in_a_hook_after_attach(kit: Kit) -> list[Tensor]:
 
 @loop()
 def gradients_masked_in_a_hook(kit: Kit) -> list[Tensor]:
-    model = net(kit)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
+    model, optimizer = begin(kit)
     masks = {p: (torch.arange(p.numel()).view(p.shape) % 2).to(p.dtype) for p in model.parameters()}
     for p in model.parameters():
         p.register_hook(lambda grad, p=p: grad * masks[p])
@@ -718,9 +673,7 @@ def gradients_masked_in_a_hook(kit: Kit) -> list[Tensor]:
 
 @loop()
 def a_backward_hook_of_modules(kit: Kit) -> list[Tensor]:
-    model = net(kit)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
+    model, optimizer = begin(kit)
     model[1].register_full_backward_hook(lambda module, into, out: tuple(0.5 * g for g in into))
     steps(kit, model, optimizer)
     return end(model)
@@ -742,9 +695,7 @@ def an_optimizer_for_each_parameter_in_the_backward_pass(kit: Kit) -> list[Tenso
 
 
 def _loaded(kit: Kit, change: Callable[[nn.Module], None]) -> list[Tensor]:
-    model = net(kit)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
+    model, optimizer = begin(kit)
     change(model)
     kit.restart()
     steps(kit, model, optimizer)
@@ -782,32 +733,25 @@ def weights_loaded_before_attach_on_rank_0_alone(kit: Kit) -> list[Tensor]:
     model = net(kit)
     if kit.rank == 0:
         model.load_state_dict(fill(net(kit), 7).state_dict())
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
-    steps(kit, model, optimizer)
-    return end(model)
+    return trained(kit, model)
 
 
 @loop()
 def an_optimizer_state_loaded_after_attach(kit: Kit) -> list[Tensor]:
     other = fill(net(kit), 3)
-    trained = sgd(other)
+    theirs = sgd(other)
     for step in range(2):
         loss_of(other, kit, step).backward()
-        trained.step()
-    model = net(kit)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
-    optimizer.load_state_dict(copy.deepcopy(trained.state_dict()))
+        theirs.step()
+    model, optimizer = begin(kit)
+    optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
     steps(kit, model, optimizer)
     return end(model)
 
 
 @loop(refused={ALL: "memory|replaced|attach again"})
 def a_model_moved_after_attach(kit: Kit) -> list[Tensor]:
-    model = net(kit)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
+    model, optimizer = begin(kit)
     model.to(torch.float64 if torch.get_default_dtype() != torch.float64 else torch.float32)
     x, y = (each.to(model[0].weight.dtype) for each in kit.batch(0))
     kit.backward((model(x) - y).square().mean())
@@ -880,10 +824,7 @@ def a_layer_added_and_removed_again(kit: Kit) -> list[Tensor]:
 def weight_norm(kit: Kit) -> list[Tensor]:
     model = net(kit)
     parametrizations.weight_norm(model[0])
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
-    steps(kit, model, optimizer)
-    return end(model)
+    return trained(kit, model)
 
 
 @loop()
@@ -891,10 +832,7 @@ def pruned_with_masks(kit: Kit) -> list[Tensor]:
     model = net(kit)
     mask = (torch.arange(20).view(5, 4) % 3 > 0).to(model[0].weight.dtype)
     prune.custom_from_mask(model[0], "weight", mask)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
-    steps(kit, model, optimizer)
-    return end(model)
+    return trained(kit, model)
 
 
 @loop()
@@ -902,10 +840,7 @@ def lazy_modules_that_have_been_run(kit: Kit) -> list[Tensor]:
     model = nn.Sequential(nn.LazyLinear(5), nn.Tanh(), nn.LazyLinear(2))
     model(kit.batch(0)[0])
     fill(model, kit.rank)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
-    steps(kit, model, optimizer)
-    return end(model)
+    return trained(kit, model)
 
 
 @loop(refused={ALL: "[Ll]azy|uninitialized"})
@@ -937,56 +872,35 @@ def attached_and_compiled(kit: Kit) -> list[Tensor]:
 @loop()
 def a_functional_call(kit: Kit) -> list[Tensor]:
     model = net(kit)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
-    for step in range(STEPS):
+
+    def loss(step: int) -> Tensor:
         x, y = kit.batch(step)
-        optimizer.zero_grad()
-        kit.backward((torch.func.functional_call(model, dict(model.named_parameters()), (x,)) - y).square().mean())
-        optimizer.step()
-    return end(model)
+        return error(torch.func.functional_call(model, dict(model.named_parameters()), (x,)), y)
+
+    return trained(kit, model, loss=loss)
 
 
 # -- data, notebooks, errors -------------------------------------------------------------------------------------------
 
 
-def _drawn(kit: Kit, rows: int = 24) -> TensorDataset:
-    return TensorDataset(*batch(kit.rank, 0, rows=rows))
-
-
-def _from_loader(kit: Kit, **options: Any) -> list[Tensor]:
-    model = net(kit)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
-    loader: DataLoader[Any] = DataLoader(_drawn(kit), batch_size=6, **options)
-    for _ in range(2):
-        for x, y in loader:
-            optimizer.zero_grad()
-            kit.backward((model(x) - y).square().mean())
-            optimizer.step()
+def _from_batches(kit: Kit, batches: Iterable[Any]) -> list[Tensor]:
+    model, optimizer = begin(kit)
+    for x, y in batches:
+        optimizer.zero_grad()
+        kit.backward(error(model(x), y))
+        optimizer.step()
     return end(model)
 
 
-@loop()
-def a_loader_in_this_process(kit: Kit) -> list[Tensor]:
-    return _from_loader(kit)
+def _epochs(kit: Kit) -> Iterator[Any]:
+    loader: DataLoader[Any] = DataLoader(TensorDataset(*batch(kit.rank, 0, rows=24)), batch_size=6)
+    while True:
+        yield from loader
 
 
 @loop()
 def an_endless_iterator_over_epochs(kit: Kit) -> list[Tensor]:
-    model = net(kit)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
-
-    def endless() -> Iterator[Any]:
-        for _ in itertools.count():
-            yield from DataLoader(_drawn(kit), batch_size=6)
-
-    for x, y in itertools.islice(endless(), STEPS):
-        optimizer.zero_grad()
-        kit.backward((model(x) - y).square().mean())
-        optimizer.step()
-    return end(model)
+    return _from_batches(kit, itertools.islice(_epochs(kit), STEPS))
 
 
 @loop(refused={ALL: "attached already"})
@@ -1001,50 +915,33 @@ def a_notebook_cell_run_twice(kit: Kit) -> list[Tensor]:
 
 @loop()
 def a_notebook_cell_run_twice_from_the_model_on(kit: Kit) -> list[Tensor]:
-    for _ in range(2):
-        model = net(kit)
-        optimizer = sgd(model)
-        kit.attach(model, optimizer)
-        steps(kit, model, optimizer, 4)
-    return end(model)
+    trained(kit, count=4)
+    return trained(kit, count=4)
 
 
 @loop()
 def attached_for_each_fold(kit: Kit) -> list[Tensor]:
     found: list[Tensor] = []
     for fold in range(3):
-        model = net(kit)
-        optimizer = sgd(model)
-        kit.attach(model, optimizer)
-        steps(kit, model, optimizer, 6, 6 * fold)
+        found += trained(kit, count=6, first=6 * fold)
         kit.detach()
-        found += end(model)
     return found
 
 
-def _failing(kit: Kit, fails: Callable[[int, Tensor], None]) -> list[Tensor]:
-    model = net(kit)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
+@loop()
+def a_batch_that_fails_before_the_backward_pass_on_all_ranks(kit: Kit) -> list[Tensor]:
+    model, optimizer = begin(kit)
     for step in range(STEPS):
         optimizer.zero_grad()
         try:
             loss = loss_of(model, kit, step)
-            fails(step, loss)
+            if step == 2:
+                raise torch.cuda.OutOfMemoryError("out of memory")
             kit.backward(loss)
         except torch.cuda.OutOfMemoryError:
             continue
         optimizer.step()
     return end(model)
-
-
-@loop()
-def a_batch_that_fails_before_the_backward_pass_on_all_ranks(kit: Kit) -> list[Tensor]:
-    def fails(step: int, _: Tensor) -> None:
-        if step == 2:
-            raise torch.cuda.OutOfMemoryError("out of memory")
-
-    return _failing(kit, fails)
 
 
 class _Fails(torch.autograd.Function):
@@ -1060,9 +957,7 @@ class _Fails(torch.autograd.Function):
 @loop(refused={GRADIENTS: "an exception had stopped"})
 def a_batch_that_fails_in_the_backward_pass_on_one_rank(kit: Kit) -> list[Tensor]:
     """Where each rank has its own gradient, a rank that leaves out a step has no partner in the next average."""
-    model = net(kit)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
+    model, optimizer = begin(kit)
     for step in range(4):
         optimizer.zero_grad()
         x, y = kit.batch(step)
@@ -1079,14 +974,11 @@ def a_batch_that_fails_in_the_backward_pass_on_one_rank(kit: Kit) -> list[Tensor
 @loop(refused={ALL: "not finite|NaN|inf"})
 def a_loss_that_is_nan_on_one_rank(kit: Kit) -> list[Tensor]:
     model = net(kit)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = loss_of(model, kit, step)
-        kit.backward(loss * float("nan") if step == 2 and kit.rank else loss)
-        optimizer.step()
-    return end(model)
+
+    def loss(step: int) -> Tensor:
+        return loss_of(model, kit, step) * (float("nan") if step == 2 and kit.rank else 1.0)
+
+    return trained(kit, model, loss=loss)
 
 
 class _Squares(Dataset[Any]):
@@ -1100,18 +992,7 @@ class _Squares(Dataset[Any]):
         return x, x[:2].square()
 
 
-def _from_processes(kit: Kit, context: str) -> list[Tensor]:
-    model = net(kit)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
-    loader = DataLoader(_Squares(), batch_size=4, num_workers=1, multiprocessing_context=context)
-    for x, y in loader:
-        optimizer.zero_grad()
-        kit.backward((model(x + kit.rank) - y).square().mean())
-        optimizer.step()
-    return end(model)
-
-
 @loop(dtypes=(torch.float32,), slow=True)
 def a_loader_that_spawns(kit: Kit) -> list[Tensor]:
-    return _from_processes(kit, "spawn")
+    loader = DataLoader(_Squares(), batch_size=4, num_workers=1, multiprocessing_context="spawn")
+    return _from_batches(kit, ((x + kit.rank, y) for x, y in loader))
