@@ -45,6 +45,30 @@ class Mixed(nn.Module):
         return self.third(torch.tanh(self.second(torch.tanh(self.first(x)).double())).float())
 
 
+class Tiles(torch.autograd.Function):
+    """A block on parts of its input, one after the other, and again in the backward pass, which has a pass for each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: nn.Module, count: int) -> Tensor:
+        ctx.block, ctx.count = block, count
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return torch.cat([block(part) for part in x.chunk(count)])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        found: list[Tensor] = []
+        for part, own in zip(x.chunk(ctx.count), grad.chunk(ctx.count), strict=True):
+            leaf = part.detach().requires_grad_()
+            with torch.enable_grad():
+                y = ctx.block(leaf)
+            torch.autograd.backward(y, own)
+            assert leaf.grad is not None
+            found.append(leaf.grad)
+        return torch.cat(found), None, None
+
+
 def batch(rank: int, step: int, *, rows: int = 4, width: int = 3, classes: int = 2) -> Batch:
     """One rank's data for one step."""
     draw = torch.Generator().manual_seed(1000 * rank + step)

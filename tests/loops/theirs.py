@@ -15,6 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from tests.engine import Tiles
 from tests.loops.kits import Kit, batch, fill
 from tests.loops.plain import STEPS, begin, end, error, loss_of, net, sgd, steps, trained
 from tests.loops.table import ALL, GRADIENTS, loop
@@ -106,29 +107,6 @@ def one_layer_in_three_reentrant_checkpoints(kit: Kit) -> list[Tensor]:
     return _checkpointed(kit, reentrant=True, shared=True)
 
 
-class _Tiles(torch.autograd.Function):
-    """Runs a block on parts of its input, and again in the backward pass, one inner pass for each part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, block: nn.Module, parts: int) -> Tensor:
-        ctx.block, ctx.parts = block, parts
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return torch.cat([block(part) for part in x.chunk(parts)])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        found: list[Tensor] = []
-        for part, g in zip(x.chunk(ctx.parts), grad.chunk(ctx.parts), strict=True):
-            part = part.detach().requires_grad_()
-            with torch.enable_grad():
-                y = ctx.block(part)
-            torch.autograd.backward(y, g)
-            found.append(part.grad)  # type: ignore[arg-type]
-        return torch.cat(found), None, None
-
-
 class _Tiled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +115,7 @@ class _Tiled(nn.Module):
         self.head = nn.Linear(4, 2)
 
     def forward(self, x: Tensor, parts: int = 3) -> Tensor:
-        return self.head(_Tiles.apply(self.first(x), self.block, parts))
+        return self.head(Tiles.apply(self.first(x), self.block, parts))
 
 
 @loop()
@@ -386,31 +364,6 @@ def two_optimizers_of_one_model(kit: Kit) -> list[Tensor]:
     return end(model)
 
 
-@loop()
-def two_optimizers_whose_parameters_come_in_another_order(kit: Kit) -> list[Tensor]:
-    class Either(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor, swapped: bool) -> Tensor:
-            first, second = (self.two, self.one) if swapped else (self.one, self.two)
-            return self.head(second(first(x).tanh()).tanh())
-
-    model = fill(Either(), kit.rank)
-    one, rest = sgd(model.one), SGD([*model.two.parameters(), *model.head.parameters()], lr=0.1)
-    kit.attach(model, one)
-    kit.attach(model, rest)
-    for step in range(STEPS):
-        x, y = kit.batch(step)
-        one.zero_grad()
-        rest.zero_grad()
-        kit.backward((model(x, bool(kit.rank)) - y).square().mean())
-        one.step()
-        rest.step()
-    return end(model)
-
-
 # -- other optimizers --------------------------------------------------------------------------------------------------
 
 
@@ -611,9 +564,7 @@ def a_step_by_another_rule_after_attach(kit: Kit) -> list[Tensor]:
 
 @loop()
 def a_schedule_made_after_attach(kit: Kit) -> list[Tensor]:
-    model = net(kit)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
+    model, optimizer = begin(kit)
     steps(kit, model, optimizer, 1)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     for step in range(1, STEPS):

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 
 import thinwire
 from tests.engine import (
-    Mixed,
     adamw,
     attach,
-    batch,
     batches,
     drawn,
     flat,
@@ -121,57 +119,6 @@ def test_channels_last_parameters_stay_channels_last() -> None:
     assert not torch.equal(weight, before)
 
 
-def test_tied_parameters_stay_tied_and_are_sent_once() -> None:
-    def work(comm: Comm) -> bool:
-        model = drawn(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 2)))
-        model[2].weight = model[0].weight
-        worker = steps(attach(comm, AllReduce(), model=model), batches(comm.rank, 3))
-        assert worker.replicas[0].x.numel() == 9 + 3 + 3 + 8
-        return model[2].weight is model[0].weight and shares_memory(model[2].weight, worker.replicas[0].x)
-
-    assert run_threads(2, work) == [True, True]
-
-
-def test_frozen_parameters_start_equal_and_never_move() -> None:
-    def work(comm: Comm) -> tuple[Tensor, Tensor]:
-        model = net(seed=comm.rank)
-        for parameter in model[0].parameters():
-            parameter.requires_grad_(False)
-        worker = attach(comm, AllReduce(), model=model)
-        frozen = model[0].weight.detach().clone()
-        steps(worker, batches(comm.rank, 3))
-        assert torch.equal(frozen, model[0].weight)
-        assert worker.replicas[0].x.numel() == 12
-        return frozen, flat(model)
-
-    (frozen, x), (other_frozen, y) = run_threads(2, work)
-    assert torch.equal(frozen, net(seed=0)[0].weight)
-    assert torch.equal(frozen, other_frozen)
-    assert torch.equal(x, y)
-
-
-def test_several_dtypes_are_several_replicas_and_train_alike() -> None:
-    def work(comm: Comm) -> Tensor:
-        worker = steps(attach(comm, AllReduce(), model=drawn(Mixed())), batches(comm.rank, 5))
-        assert [r.x.dtype for r in worker.replicas] == [torch.float32, torch.float64]
-        assert [r.x.numel() for r in worker.replicas] == [30, 24]
-        return flat(worker.model)
-
-    x, y = run_threads(2, work)
-    assert torch.equal(x, y)
-    torch.testing.assert_close(x, flat(serial(5, drawn(Mixed()))), rtol=1e-5, atol=1e-6)
-
-
-def test_every_dtype_of_a_model_has_its_own_strategy_state() -> None:
-    def work(comm: Comm) -> Tensor:
-        worker = steps(attach(comm, SlowMo(LocalSGD(3), period=2), model=drawn(Mixed())), batches(comm.rank, 4))
-        assert [r.state["anchor"].dtype for r in worker.replicas] == [torch.float32, torch.float64]
-        return flat(worker.model)
-
-    x, y = run_threads(2, work)
-    assert torch.equal(x, y)
-
-
 def test_every_rank_starts_from_rank_zero_or_from_its_own() -> None:
     def work(comm: Comm) -> tuple[Tensor, Tensor]:
         own, shared = net(seed=comm.rank), net(seed=comm.rank)
@@ -247,30 +194,6 @@ def test_the_learning_rate_is_a_vector_where_groups_differ_and_a_number_where_th
     for group in worker.optimizer.param_groups:
         group["lr"] = 0.5
     assert replica.lr == 0.5
-
-
-def test_slow_momentum_uses_each_group_s_own_rate() -> None:
-    def work(comm: Comm) -> Tensor:
-        strategy = SlowMo(period=2, momentum=0.5, lr=0.8)
-        return flat(steps(attach(comm, strategy, optimizer=two_rates), batches(comm.rank, 8)).model)
-
-    x, y = run_threads(2, work)
-    assert torch.equal(x, y)
-    rates = torch.tensor([0.1] * 20 + [0.02] * 12, dtype=torch.float64)
-    models = [net().double(), net().double()]
-    anchor, slow = flat(models[0]), torch.zeros(32, dtype=torch.float64)
-    for step in range(8):
-        for rank, model in enumerate(models):
-            inputs, targets = (each.double() for each in batch(rank, step))
-            gradients = torch.autograd.grad((model(inputs) - targets).square().mean(), list(model.parameters()))
-            moved = flat(model) - rates * torch.cat([g.reshape(-1) for g in gradients])
-            nn.utils.vector_to_parameters(moved, model.parameters())
-        if step % 2:
-            slow = 0.5 * slow + (anchor - (flat(models[0]) + flat(models[1])) / 2) / rates
-            anchor = anchor - 0.8 * rates * slow
-            for model in models:
-                nn.utils.vector_to_parameters(anchor.clone(), model.parameters())
-    torch.testing.assert_close(x.double(), anchor, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,8 @@ from tests.problems import Irregular
 from tests.rules import for_each
 from thinwire import (
     AllReduce,
-    Bf16,
     CheckpointError,
     Comm,
-    Complete,
     ConfigError,
     Gossip,
     LocalSGD,
@@ -43,13 +41,6 @@ from thinwire.worker.replica_state import pack
 from thinwire.worker.worker import internals_of
 
 WHOLE = {"model": True, "optimizer": True}
-
-STRATEGIES = [
-    AllReduce(Bf16()),
-    Gossip(Complete(), order="after"),
-    SlowMo(LocalSGD(2), period=4, momentum=0.4, lr=0.9),
-    SlowMo(PushSum(Irregular()), period=3),
-]
 
 
 def two_rates(model: nn.Module) -> torch.optim.Optimizer:
@@ -76,28 +67,6 @@ def equal(xs: list[Tensor], ys: list[Tensor]) -> bool:
 
 
 # -- in memory ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("optimizer", [momentum, adamw], ids=["momentum", "adamw"])
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
-def test_resuming_from_a_state_dict_is_bitwise_the_uninterrupted_run(
-    strategy: Strategy, optimizer: Callable[..., Any]
-) -> None:
-    def work(comm: Comm) -> bool:
-        first = steps(attach(comm, strategy, model=normed(), optimizer=optimizer), batches(comm.rank, 5))
-        state = first.state_dict(model=True, optimizer=True)
-        steps(first, batches(comm.rank, 6, first=5))
-        expected = everything(first)
-        first.detach()
-        second = steps(attach(comm, strategy, model=normed(7), optimizer=optimizer), batches(comm.rank, 2))
-        second.load_state_dict(state)
-        assert second.step == 5
-        once = everything(steps(second, batches(comm.rank, 6, first=5)))
-        second.load_state_dict(state)
-        again = everything(steps(second, batches(comm.rank, 6, first=5)))
-        return equal(once, expected) and equal(again, expected)
-
-    assert run_threads(3, work) == [True] * 3
 
 
 @pytest.mark.parametrize("strategy", [LocalSGD(3), SlowMo(PushSum(Irregular()), period=3)], ids=repr)
@@ -168,15 +137,6 @@ def test_processes_with_dropout_and_a_schedule_resume_bitwise(tmp_path: Path) ->
     assert run_processes(3, interrupted, str(tmp_path), strategies) == [[True] * len(strategies)] * 3
 
 
-@pytest.mark.parametrize("strategy", [AllReduce(), SlowMo(period=3)], ids=repr)
-def test_one_worker_with_dropout_resumes_bitwise(strategy: Strategy, tmp_path: Path) -> None:
-    state = torch.get_rng_state()
-    try:
-        assert resumes(tmp_path, strategy)
-    finally:
-        torch.set_rng_state(state)
-
-
 @pytest.mark.parametrize("strategy", [AllReduce(), LocalSGD(2)], ids=repr)
 def test_extra_is_restored(strategy: Strategy, tmp_path: Path) -> None:
     def work(comm: Comm) -> bool:
@@ -222,20 +182,6 @@ def test_files_are_safetensors_and_json_and_hold_no_pickle(tmp_path: Path) -> No
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-def test_the_newest_three_are_kept_and_the_newest_is_loaded(tmp_path: Path) -> None:
-    def work(comm: Comm) -> int:
-        worker = attach(comm, LocalSGD(2))
-        for data in batches(comm.rank, 6):
-            steps(worker, [data])
-            worker.save(tmp_path, extra={"step": worker.step})
-        again = attach(comm, LocalSGD(2))
-        assert again.load(tmp_path) == {"step": 6}
-        return again.step
-
-    assert run_threads(2, work) == [6, 6]
-    assert names(tmp_path) == ["step-00000004", "step-00000005", "step-00000006"]
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(1, [6]), (2, [5, 6]), (None, [1, 2, 3, 4, 5, 6])])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tests.engine import attach, batches, flat, net, steps
 from tests.grids import fast_where
-from tests.worker.rotten import STEP, home, json_of, tensors_of
+from tests.worker.rotten import STEP, home, tensors_of
 from thinwire import CheckpointError, Comm, LocalSGD, SlowMo, Worker, run_threads
 from thinwire.core.storage.files import write_atomically
 
@@ -45,50 +45,10 @@ def load(comm: Comm, folder: Path) -> str | int:
 # -- damaged files -----------------------------------------------------------------------------------------------------
 
 
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-7])
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 8
     path.write_bytes(content)
-
-
-def swap(one: Path, other: Path) -> None:
-    first, second = one.read_bytes(), other.read_bytes()
-    one.write_bytes(second)
-    other.write_bytes(first)
-
-
-DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "truncated tensors": (lambda f: truncate(tensors_of(f, 1)), r"rank-0001-\w+\.safetensors: is damaged"),
-    "flipped tensors": (lambda f: flip(tensors_of(f, 1)), r"rank-0001-\w+\.safetensors: is damaged"),
-    "empty tensors": (lambda f: empty(tensors_of(f, 1)), r"rank-0001-\w+\.safetensors: is damaged"),
-    "missing tensors": (lambda f: tensors_of(f, 1).unlink(), r"rank-0001\.json: cannot be read"),
-    "swapped tensors": (lambda f: swap(tensors_of(f, 0), tensors_of(f, 1)), r"rank-0000-\w+\.safetensors: is damaged"),
-    "truncated json": (lambda f: truncate(json_of(f, 1)), r"rank-0001\.json: cannot be read"),
-    "flipped json": (lambda f: flip(json_of(f, 1)), r"rank-0001\.json: "),
-    "empty json": (lambda f: empty(json_of(f, 1)), r"rank-0001\.json: cannot be read"),
-    "foreign json": (lambda f: json_of(f, 1).write_text("[1, 2]") and None, r"rank-0001\.json: cannot be read"),
-    "swapped json": (lambda f: swap(json_of(f, 0), json_of(f, 1)), r"rank-0000\.json: is the part of rank 1"),
-}
-
-
-@pytest.mark.parametrize("kind", list(DAMAGES))
-def test_damage_is_named_on_every_rank_and_nothing_is_loaded(kind: str, tmp_path: Path) -> None:
-    saved(tmp_path)
-    damage, words = DAMAGES[kind]
-    damage(tmp_path)
-    message = run_threads(2, lambda comm: load(comm, tmp_path))
-    assert message[0] == message[1]
-    with pytest.raises(CheckpointError, match=words):
-        raise CheckpointError(message[0])
-    assert f"Remove {home(tmp_path)}" in str(message[0])
 
 
 def test_without_the_damaged_checkpoint_the_one_before_is_loaded(tmp_path: Path) -> None:
@@ -206,23 +166,6 @@ def test_a_file_is_the_old_one_until_the_new_one_is_whole(tmp_path: Path, monkey
     assert list(tmp_path.iterdir()) == [path]
     write_atomically(path, b"new")
     assert path.read_bytes() == b"new"
-
-
-def test_a_half_written_file_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = steps(attach(None, RECIPE), batches(0, 3))
-    worker.save(tmp_path)
-    steps(worker, batches(0, 1))
-    whole = os.fdopen
-    monkeypatch.setattr(os, "fdopen", lambda *arguments: Full(whole(*arguments)))
-    with pytest.raises(CheckpointError, match="No space left on device"):
-        worker.save(tmp_path)
-    monkeypatch.undo()
-    assert [path.name for path in tmp_path.glob("step-00000004/*")] == []
-    worker.load(tmp_path)
-    assert worker.step == 3
-    steps(worker, batches(0, 1)).save(tmp_path)
-    worker.load(tmp_path)
-    assert worker.step == 4
 
 
 def test_what_cannot_be_saved_is_refused_on_every_rank(tmp_path: Path) -> None:

@@ -102,24 +102,6 @@ def test_a_checkpoint_of_every_strategy_is_exported_as_its_workers_would_evaluat
         torch.testing.assert_close(x, expected[name], rtol=2e-6, atol=2e-7)
 
 
-def test_weights_of_one_recipe_are_gone_on_from_with_another(tmp_path: Path) -> None:
-    def first(comm: Comm) -> None:
-        trained(comm, SlowMo(period=2), net).save(tmp_path / "checkpoints")
-
-    run_threads(2, first)
-    export_checkpoint(tmp_path / "checkpoints", tmp_path / "model.safetensors")
-
-    def second(comm: Comm) -> bool:
-        model = net(5)
-        model.load_state_dict(load_file(tmp_path / "model.safetensors"))
-        before = {name: x.clone() for name, x in model.state_dict().items()}
-        worker = attach(comm, LocalSGD(2), model=model)
-        assert all(torch.equal(x, before[name]) for name, x in worker.model.state_dict().items())
-        return steps(worker, batches(comm.rank, 2)).step == 2
-
-    assert run_threads(3, second) == [True] * 3
-
-
 def test_two_workers_of_one_model_export_inside_the_consensus_of_the_other(tmp_path: Path) -> None:
     def work(comm: Comm) -> dict[str, Tensor]:
         model = net()

@@ -16,7 +16,7 @@ from tests.engine import drawn, momentum, net
 from tests.pool import run_processes
 from tests.rules import for_each
 from thinwire import AllReduce, Comm, Complete, Gossip, LocalSGD, MismatchError, run_threads
-from thinwire.worker.handshake import agree, fingerprint, first_difference, gather_texts
+from thinwire.worker.handshake import agree, fingerprint, gather_texts
 
 Setup = dict[str, Any]
 
@@ -197,27 +197,12 @@ def test_ranks_that_agree_send_one_hash() -> None:
     assert run_threads(3, work) == [2 * 32.0] * 3
 
 
-def test_the_first_difference_is_put_in_words() -> None:
-    a, b = ("a", "1"), ("b", "1")
-    assert first_difference([a], [("a", "2")], "rank 0", "rank 3") == "a is 1 on rank 0 and 2 on rank 3"
-    assert first_difference([a], [b], "rank 0", "rank 3") == "rank 0 has a where rank 3 has b"
-    assert first_difference([a], [a, b], "rank 0", "rank 3") == "only rank 3 has b"
-    assert first_difference([a, b], [a], "rank 0", "rank 3") == "only rank 0 has b"
-
-
 @pytest.mark.parametrize("texts", [[b"", b"", b""], [b"one", b"", b"three\x00"], [b"", b"x" * 1000, b"y"]])
 def test_texts_of_any_length_reach_every_rank(texts: list[bytes]) -> None:
     def work(comm: Comm) -> list[bytes]:
         return gather_texts(comm, texts[comm.rank], torch.device("cpu"))
 
     assert run_threads(3, work) == [texts] * 3
-
-
-def test_texts_of_one_worker_come_back() -> None:
-    def work(comm: Comm) -> list[bytes]:
-        return gather_texts(comm, b"alone", torch.device("cpu")) + gather_texts(comm, b"", torch.device("cpu"))
-
-    assert run_threads(1, work) == [[b"alone", b""]]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 10, 37])

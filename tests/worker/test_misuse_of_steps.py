@@ -13,7 +13,6 @@ from torch.optim import SGD
 
 from tests.engine import attach, batches, flat, net, sgd, squared_error, steps
 from tests.pool import run_processes
-from tests.rules import for_each
 from thinwire import Comm, ConfigError, MismatchError, Worker, run_threads
 
 CALLS: dict[str, Callable[[Worker, Path], object]] = {
@@ -80,32 +79,12 @@ def test_a_fused_optimizer_gets_what_a_scaler_has_unscaled(workers: int) -> None
         assert torch.allclose(one, other, atol=1e-6) and one.abs().max() < 10
 
 
-def before_attach(comm: Comm) -> None:
-    model = net()
-    squared_error(model, comm.rank, 0).backward()
-    attach(comm, "AllReduce()", model=model).optimizer.step()
+def test_gradients_from_before_attach_are_refused() -> None:
+    def body(comm: Comm) -> None:
+        model = net()
+        squared_error(model, comm.rank, 0).backward()
+        attach(comm, "AllReduce()", model=model).optimizer.step()
 
-
-def within_no_sync(comm: Comm) -> None:
-    worker = attach(comm, "AllReduce()")
-    steps(worker, batches(comm.rank, 2)).optimizer.zero_grad()
-    with worker.no_sync():
-        squared_error(worker.model, comm.rank, 2).backward()
-    worker.optimizer.step()
-
-
-def set_by_hand(comm: Comm) -> None:
-    worker = attach(comm, "AllReduce()")
-    parameters = list(worker.model.parameters())
-    for p, g in zip(
-        parameters, torch.autograd.grad(squared_error(worker.model, comm.rank, 0), parameters), strict=True
-    ):
-        p.grad = g
-    worker.optimizer.step()
-
-
-@for_each([before_attach, within_no_sync, set_by_hand])
-def test_gradients_that_were_not_exchanged_are_refused(body: Callable[[Comm], None]) -> None:
     with pytest.raises(ConfigError, match=r"step \d: optimizer\.step\(\) with a gradient of \d\.\w+ that no backward"):
         run_threads(2, body)
 

@@ -16,36 +16,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import thinwire
-from tests.engine import attach, batch, drawn, endings, flat, momentum, net, squared_error
+from tests.engine import Tiles, attach, batch, drawn, endings, flat, momentum, net, squared_error
 from tests.grids import fast_where
 from tests.pool import run_processes
 from thinwire import AllReduce, BackupWorkers, Comm, ConfigError, ErrorFeedback, OneBit, TopK, Worker
 
 WIDTH = 4
-
-
-class Tiles(torch.autograd.Function):
-    """A block that is computed again in the backward pass, one tile of rows after the other."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, block: nn.Module, count: int) -> Tensor:
-        ctx.block, ctx.count = block, count
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return block(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (x,) = ctx.saved_tensors
-        found: list[Tensor] = []
-        for part, own in zip(x.chunk(ctx.count), grad.chunk(ctx.count), strict=True):
-            leaf = part.detach().requires_grad_()
-            with torch.enable_grad():
-                y = ctx.block(leaf)
-            torch.autograd.backward(y, own)
-            assert leaf.grad is not None
-            found.append(leaf.grad)
-        return torch.cat(found), None, None
 
 
 def twice(x: Tensor, block: nn.Module) -> Tensor:
@@ -238,24 +214,6 @@ def test_backup_workers_contribute_the_whole_gradient_of_a_pass() -> None:
     wanted = mean_of_serial(lambda: drawn(Net(lambda x, block: block(x))), 1, 0)
     for found in thinwire.run_threads(3, train, timeout=20):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-
-
-def test_processes_average_gradients_that_accumulate_several_times() -> None:
-    for found in run_processes(2, on_processes):
-        for name, own in found.items():
-            once = WAYS[name][1]
-            wanted = mean_of_serial(lambda: drawn(Net(once)), 2, 1)  # noqa: B023
-            torch.testing.assert_close([torch.tensor(x) for x in own], wanted, rtol=1e-5, atol=1e-6)
-
-
-def on_processes() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, (several, _) in WAYS.items():
-        worker = attach(None, AllReduce(), model=drawn(Net(several)), bucket_bytes=1)
-        one_pass(worker, 0)
-        found[name] = [grad.tolist() for grad in one_pass(worker, 1)]
-        worker.detach()
-    return found
 
 
 class OutOfMemory(Exception):

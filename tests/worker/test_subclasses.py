@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thinwire import AllReduce, Comm, LocalSGD, Strategy, attach, run_threads
+from thinwire import Comm, LocalSGD, Strategy, attach, run_threads
 
 
 class Own(torch.optim.SGD):
@@ -41,15 +41,6 @@ def train(comm: Comm, kind: type[torch.optim.SGD], strategy: Strategy, *, fails:
             Own.fails = False
         optimizer.step()
     return worker.step, torch.nn.utils.parameters_to_vector(model.parameters()).detach()
-
-
-@pytest.mark.parametrize("strategy", [AllReduce(), LocalSGD(period=3)], ids=str)
-def test_a_step_within_another_one_is_one_step(strategy: Strategy) -> None:
-    plain = run_threads(2, lambda comm: train(comm, torch.optim.SGD, strategy))
-    own = run_threads(2, lambda comm: train(comm, Own, strategy))
-    for (steps, x), (own_steps, own_x) in zip(plain, own, strict=True):
-        assert steps == own_steps == 6
-        assert torch.equal(x, own_x)
 
 
 def test_a_step_that_failed_is_no_outer_one_of_the_next() -> None:

@@ -159,21 +159,6 @@ def test_what_is_kept_and_what_is_dropped_is_told() -> None:
     assert switched(PushSum(), PushSum(staleness=1), see)[0][0] == ()
 
 
-def test_a_kept_momentum_keeps_its_value_and_a_kept_anchor_moves_to_the_parameters() -> None:
-    def work(comm: Comm) -> None:
-        worker = steps(attach(comm, SlowMo(period=3)), batches(comm.rank, 4))
-        worker.optimizer.zero_grad()
-        slow = worker.replicas[0].state["slow"].clone()
-        worker.switch(SlowMo(period=5, momentum=0.2))
-        r = worker.replicas[0]
-        assert slow.abs().max() > 0
-        assert torch.equal(r.state["slow"], slow)
-        assert torch.equal(r.state["anchor"], r.x)
-        assert int(r.state["num_steps"]) == 0
-
-    thinwire.run_threads(2, work, timeout=20)
-
-
 def plain(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05)
 
