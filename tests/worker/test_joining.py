@@ -10,8 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine import Batch, Mixed, attach, batch, batches, drawn, flat, momentum, net, steps
-from thinwire import AllReduce, Bf16, Comm, Gossip, Local, LocalSGD, PushSum, SlowMo, Strategy, run_threads
+from tests.engine import Batch, Mixed, attach, batch, batches, drawn, flat, momentum, net, sgd, steps
+from tests.problems import distance
+from thinwire import (
+    DQSGD,
+    AllReduce,
+    Bf16,
+    Comm,
+    FixedBits,
+    Gossip,
+    Local,
+    LocalSGD,
+    PushSum,
+    SketchedSGD,
+    SlowMo,
+    Strategy,
+    run_threads,
+)
 from thinwire.worker.step import step_without_batch
 from thinwire.worker.worker import internals_of
 
@@ -77,6 +92,23 @@ def test_gradients_are_averaged_over_the_ranks_that_have_one(kind: str, find_unu
         optimizer.step()
         schedule.step()
     torch.testing.assert_close(found[0][0], flat(model), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "tolerance"),
+    [
+        (SketchedSGD(1.0, 1, momentum=0.0, dense_below=0), 1e-5),
+        (DQSGD(FixedBits(8), block=8), 5e-3),
+    ],
+    ids=repr,
+)
+def test_coded_gradients_too_are_averaged_over_the_ranks_that_have_one(strategy: Strategy, tolerance: float) -> None:
+    coded, exact = (
+        run_threads(2, lambda c, s=each: joined(c, s, [2, 4], "known", optimizer=sgd))
+        for each in (strategy, AllReduce())
+    )
+    assert torch.equal(coded[0][0], coded[1][0])
+    assert distance(coded[0][0], exact[0][0]) < tolerance
 
 
 def test_a_rank_without_any_batch_takes_part() -> None:

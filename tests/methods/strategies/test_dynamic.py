@@ -247,20 +247,6 @@ def test_a_run_goes_on_in_other_buckets_than_it_began_in() -> None:
     assert found[0][2] == 5
 
 
-def test_ranks_without_data_count_in_no_mean() -> None:
-    def body(comm: Comm, strategy: thinwire.Strategy) -> Tensor:
-        worker = engine.attach(comm, strategy)
-        for x, y in worker.join(engine.batches(comm.rank, 2 + 2 * comm.rank)):
-            engine.steps(worker, [(x, y)])
-        worker.detach()
-        return flat(worker.model)
-
-    ours = thinwire.run_threads(2, lambda comm: body(comm, DQSGD(FixedBits(8), block=8)))
-    theirs = thinwire.run_threads(2, lambda comm: body(comm, thinwire.AllReduce()))
-    assert distance(ours[0], theirs[0]) < 5e-3
-    assert torch.equal(ours[0], ours[1])
-
-
 test_what_cannot_work_is_refused_with_the_value_and_the_rule = refusals(
     [
         (lambda: DQSGD(block=12), "block=12: must be a multiple of 8"),

@@ -85,20 +85,6 @@ def test_nodes_that_elect_with_all_others_are_one_leader_for_all() -> None:
     assert torch.equal(together(4, whole, problem, RATES, starts=starts), single)
 
 
-def test_the_best_of_all_is_where_its_own_step_took_it() -> None:
-    well, starts = DoubleWell(0.3, 3), starts_of(4, 3)
-
-    def body(comm: Comm) -> tuple[Tensor, float]:
-        worker = begin(comm, MultiLeaderSGD(period=1, pull=0.5, node_size=2, global_period=1), well, starts)
-        go_on(worker, well, [0.1])
-        return flat(worker.model), worker.metrics()["leader"]
-
-    (_, leader), *_ = rows = run_threads(4, body)
-    place = int(leader)
-    assert place == int(losses_of(well)(starts, 0).argmin())
-    assert torch.equal(rows[place][0], starts[place] - 0.1 * well.gradient(starts[place], 0))
-
-
 @pytest.mark.parametrize("n", [3, 4, 6])
 def test_two_level_broadcasts_equal_one_broadcast(n: int) -> None:
     width = 700_000  # several pieces

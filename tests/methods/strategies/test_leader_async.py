@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tests.methods.strategies.leader_runs import DoubleWell, losses_of, starts_of
 from tests.pool import run_processes
-from tests.problems import Regression, begin, flat, go_on, together
-from thinwire import Comm, CommTimeoutError, Local, run_threads
+from tests.problems import begin, flat, go_on
+from thinwire import Comm, CommTimeoutError, run_threads
 from thinwire.asynchronous.async_leader import AsyncLeaderSGD
 from thinwire.planning.plan.traffic import DryRun
 from thinwire.worker.worker import internals_of
@@ -56,12 +56,6 @@ def test_a_round_has_its_budget_of_steps_and_at_most_one_more_of_each_other_work
     for size in sizes_of(rounds):
         assert n * period <= size <= n * period + n - 1
     assert len(sizes_of(rounds)) >= 30 // (period + 1)
-
-
-def test_without_a_pull_workers_train_by_themselves() -> None:
-    problem, starts = Regression(3, STEPS, DOUBLE), starts_of(3)
-    found = together(3, AsyncLeaderSGD(period=2, pull=0.0), problem, RATES, starts=starts)
-    assert torch.equal(found, together(3, Local(), problem, RATES, starts=starts))
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])

@@ -84,14 +84,6 @@ def test_if_no_worker_has_a_loss_all_raise_with_the_fix() -> None:
         assert "worker.record_batch(loss=loss) before optimizer.step()" in words
 
 
-def test_one_election_is_eight_bytes() -> None:
-    def body(comm: Comm) -> tuple[float, int]:
-        elect(replica(comm), torch.tensor(1.0))
-        return comm.meter.payload_bytes, comm.meter.messages
-
-    assert run_threads(4, body) == [(8, 1)] * 4
-
-
 # -- recorded losses --------------------------------------------------------------------------------------------------
 
 

@@ -14,17 +14,14 @@ from tests.grids import one_of_each
 from thinwire import (
     EASGD,
     CompressedMomentum,
-    LocalSGD,
     OneBitAdam,
     ParameterServer,
-    SlowMo,
     Strategy,
     ZeroOne,
     ZeroOneAdam,
     parse,
 )
 from thinwire.core.comm.base import Comm
-from thinwire.planning.plan import explain
 from thinwire.registry import recipe_classes
 
 ROUNDS, PERIOD, LAST = 32, 4, 8
@@ -177,11 +174,6 @@ def test_the_pull_of_easgd_by_default_and_a_server_s_updates_depend_on_the_numbe
     assert (elastic / 0.5).tolist() == pytest.approx([3 / 4] * 4, rel=1e-3)
     served = thinwire.run_threads(3, lambda comm: moved(comm, ParameterServer()))[0]
     assert (served / 0.5).tolist() == pytest.approx([3] * 4, rel=1e-3)
-
-
-def test_explain_tells_it() -> None:
-    assert explain(SlowMo(period=4), parameters=1000, workers=2).lr_factor == 2.0
-    assert explain(LocalSGD(period=4), parameters=1000, workers=2).lr_factor == 1.0
 
 
 def test_the_command_prints_it_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:

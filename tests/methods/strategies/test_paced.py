@@ -122,23 +122,6 @@ def test_a_pause_between_rounds_is_no_time_of_a_step() -> None:
     assert rows == [[4] + [12] * 5, [4] + [3] * 5]
 
 
-def test_equal_steps_are_the_base_bit_for_bit() -> None:
-    def work(comm: Comm, strategy: Strategy) -> Tensor:
-        worker = attach(comm, strategy)
-        while worker.step < 9:
-            x, y = batch(comm.rank, worker.step)
-            worker.optimizer.zero_grad()
-            (worker.model(x) - y).square().mean().backward()
-            worker.optimizer.step()
-        return flat(worker.model)
-
-    paced, plain = (
-        thinwire.run_threads(3, lambda comm, each=each: work(comm, each), timeout=20)
-        for each in (Paced(LocalSGD(3), steps=(3,)), LocalSGD(3))
-    )
-    assert all(torch.equal(x, y) for x, y in zip(paced, plain, strict=True))
-
-
 def in_bf16(comm: Comm, base: Strategy, gradient: float) -> Tensor:
     """By how much workers move whose parameters are in bf16, in 40 rounds."""
     model = torch.nn.ParameterList([torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()])

@@ -48,7 +48,6 @@ from thinwire import (
     SlowMo,
     Strategy,
     Topology,
-    parse,
 )
 from thinwire.methods.reduce.compressed_all_reduce import mix_
 from thinwire.methods.strategies.push_sum.mass import mass_of, mix_mass_, numerator, quotient, weight
@@ -123,12 +122,6 @@ def test_the_ablation_is_the_paper_s_method_without_its_weights(staleness: int) 
     )
     assert distance(real, expected(biased, problem, 3, [0.1] * 12)) < 1e-12
     assert distance(real, expected(plain, problem, 3, [0.1] * 12)) > 1e-2
-
-
-def test_by_default_push_sum_waits_and_is_not_biased() -> None:
-    assert PushSum() == PushSum(OnePeerExponential(), staleness=0, biased=False)
-    assert parse("PushSum(staleness=1)") == PushSum(staleness=1)
-    assert "ablation" in PushSum(biased=True).limits and "ablation" not in PushSum().limits
 
 
 # -- what is conserved -------------------------------------------------------------------------------------------------
@@ -241,21 +234,6 @@ def test_a_worker_is_ahead_of_its_sources_by_at_most_its_staleness(staleness: in
     assert not run.ready(0)
     with pytest.raises(CommTimeoutError, match=r"rank 0 waited 0\.02 s for a message from rank 1"):
         run.step(0)
-
-
-@pytest.mark.parametrize("staleness", [1, 3])
-def test_as_many_messages_are_in_flight_as_may_be_stale(staleness: int) -> None:
-    def body(comm: Comm) -> list[int]:
-        counts: list[int] = []
-        strategy = PushSum(Irregular(), staleness)
-        train(comm, strategy, quadratic(3, SINGLE), [0.1] * 6, after_step=lambda a: counts.append(flying(a)))
-        return counts
-
-    assert thinwire.run_threads(3, body) == [[min(k, staleness) for k in range(1, 7)]] * 3
-
-
-def flying(worker: thinwire.Worker) -> int:
-    return len(worker.replicas[0].inflight)
 
 
 # -- consensus and checkpoints -----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import thinwire
 from tests import engine
 from tests.oracles.sketched import Sketched
 from tests.pretend_gpu import GPU, pretend_gpu
-from tests.problems import Quadratic, Regression, distance, flat, together, train, watched
+from tests.problems import Quadratic, Regression, distance, flat, train, watched
 from tests.rules import refusals
 from thinwire import Comm, ConfigError, NonFiniteError, Replica, Strategy, Worker
 from thinwire.core.comm.counting import CountingComm
@@ -143,15 +143,6 @@ def test_chosen_positions_whose_sum_is_zero_are_cleared_too() -> None:
     assert torch.equal(seen, torch.zeros_like(seen))
 
 
-@pytest.mark.parametrize("recovery", ["sketch", "gather", "auto"])
-def test_small_tensors_keep_the_momentum_of_plain_sgd(recovery: str) -> None:
-    problem = Regression(3, 12, DOUBLE)
-    # All tensors are small: nothing is left to sketch or to gather.
-    strategy = SketchedSGD(0.5, 1, momentum=0.9, dense_below=1000, recovery=recovery)  # type: ignore[arg-type]
-    wanted = together(3, thinwire.AllReduce(), problem, [0.05] * 12, momentum=0.9)
-    assert distance(together(3, strategy, problem, [0.05] * 12), wanted) < 1e-12
-
-
 def test_a_parameter_without_learning_rate_stays_and_so_does_its_residual() -> None:
     problem = Regression(2, 6, torch.float32)
     for strategy in (SKETCH(fraction=1.0), SKETCH(fraction=1.0, lr_in_residual=False), FetchSGD(1.0, conserving=True)):
@@ -224,21 +215,6 @@ def test_another_number_of_workers_has_the_same_residual_in_total() -> None:
         resize_unsent([], 3)
 
 
-def test_ranks_without_data_count_in_no_mean() -> None:
-    strategy = SketchedSGD(1.0, 1, momentum=0.0, dense_below=0)
-
-    def body(comm: Comm, how: Strategy) -> Tensor:
-        worker = engine.attach(comm, how, optimizer=plain)
-        for x, y in worker.join(engine.batches(comm.rank, 2 + 2 * comm.rank)):
-            engine.steps(worker, [(x, y)])
-        worker.detach()
-        return flat(worker.model)
-
-    ours, theirs = (thinwire.run_threads(2, partial(body, how=how)) for how in (strategy, thinwire.AllReduce()))
-    assert torch.allclose(ours[0], theirs[0], rtol=0, atol=1e-6)
-    assert torch.equal(ours[0], ours[1])
-
-
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
@@ -266,20 +242,6 @@ def test_bytes_are_those_of_the_formula(size: int) -> None:
     for strategy, formula in cases:
         found = thinwire.run_threads(size, lambda comm, how=strategy: sent(comm, how, 3))
         assert found == pytest.approx([2 * formula] * size, rel=0, abs=0.01)
-
-
-def test_a_run_without_data_sends_what_the_formula_says() -> None:
-    for size in (2, 4, 64):
-        run = DryRun(
-            SketchedSGD(0.01, 16, recovery="sketch"),
-            [3000, 7000],
-            workers=size,
-            rank=0,
-            dtype=torch.float32,
-            bucket_bytes=1,
-        )
-        assert run.step().sent == pytest.approx(2 * (size - 1) / size * 4 * (5 * 16 * 100 + 400))
-        assert run.step().messages == 2
 
 
 @pytest.mark.parametrize(("strategy", "crossing"), [(SketchedSGD(0.001, 10, 5), 54), (SketchedSGD(0.001, 4, 3), 16)])

@@ -16,7 +16,6 @@ from tests.problems import Regression, distance, flat, quadratic, watched
 from tests.rules import refusals
 from thinwire import (
     Comm,
-    ConfigError,
     Fp32,
     Local,
     LocalSGD,
@@ -189,11 +188,3 @@ test_nodes_and_weights_that_cannot_work_are_refused = refusals(
         (lambda: NODES.check(5), "node_size=2 with 5 workers: ranks do not fill whole nodes"),
     ]
 )
-
-
-@pytest.mark.parametrize("samples", [-1.0, float("nan"), float("inf")])
-def test_negative_and_infinite_samples_are_refused(samples: float) -> None:
-    worker = begin(None, WEIGHTED, Regression(1, 1, DOUBLE), sgd())
-    with pytest.raises(ConfigError, match="must be finite and not negative"):
-        worker.record_batch(samples)
-    worker.detach()
