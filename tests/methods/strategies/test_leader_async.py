@@ -18,9 +18,7 @@ from thinwire.asynchronous.async_leader import AsyncLeaderSGD
 from thinwire.planning.plan.traffic import DryRun
 from thinwire.worker.worker import internals_of
 
-DOUBLE = torch.float64
 STEPS = 24
-RATES = [0.1] * STEPS
 
 
 def rounds_of(comm: Comm | None, steps: int, pauses: list[float], period: int) -> list[int]:

@@ -27,7 +27,6 @@ from thinwire.methods.strategies.gradients.sketched import SketchedSGD
 from thinwire.methods.strategies.gradients.sketches import largest_of, resize_unsent
 from thinwire.planning.plan.traffic import DryRun
 
-DOUBLE = torch.float64
 RATES = [0.1, 0.08, 0.12, 0.05, 0.1, 0.1, 0.03, 0.06, 0.1, 0.1, 0.02, 0.1]
 SMALL = [*range(20, 24), *range(32, 34)]  # the tensors of four and of two elements of the perceptron
 
