@@ -20,7 +20,7 @@ from torch.utils._device import _device_constructors
 
 import thinwire
 from tests.rules import for_each
-from thinwire import Bf16, Codec, ConfigError, Gossip, Hypercube, LocalSGD, PushSum, SlowMo, Strategy, Topology, parse
+from thinwire import Codec, Strategy, Topology, parse
 from thinwire.methods.codecs.base import CodecWrapper
 from thinwire.methods.strategies.traits import Traits
 from thinwire.methods.strategies.wrapper import Wrapper
@@ -660,29 +660,3 @@ def again(recipe: Any) -> Any:
     holder = "PushSum(topology={})" if isinstance(recipe, Topology) else "AllReduce(codec={})"
     made: Any = parse(holder.format(repr(recipe)))
     return made.topology if isinstance(recipe, Topology) else made.codec
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        SlowMo(PushSum(Hypercube()), period=48, momentum=0.6, lr=0.9),
-        SlowMo(thinwire.AllReduce(Bf16()), period=1, momentum=1e-3),
-        Gossip(thinwire.Complete(), order="after"),
-        LocalSGD(10**9),
-    ],
-    ids=repr,
-)
-def test_recipes_within_recipes_are_made_again(recipe: Strategy) -> None:
-    assert parse(repr(recipe)) == recipe
-    assert repr(parse(repr(recipe))) == repr(recipe)
-
-
-def test_a_recipe_s_text_is_never_run() -> None:
-    for text in (
-        "__import__('os').getcwd()",
-        "LocalSGD(period=(lambda: 8)())",
-        "LocalSGD.__init__",
-        "[AllReduce()][0]",
-    ):
-        with pytest.raises(ConfigError, match="strategy"):
-            parse(text)
