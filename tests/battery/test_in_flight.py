@@ -193,10 +193,11 @@ def test_every_strategy_with_a_codec_is_asked() -> None:
     assert coded - asked == set(OTHERS)
 
 
+@pytest.mark.parametrize(
+    "strategy", [DiLoCo(period=4, outer=PLAIN, codec=SIGNS, delay=2), CoCoD(3, codec=SIGNS)], ids=str
+)
 @pytest.mark.parametrize("stop", range(1, 9))
-def test_an_average_from_outside_counts_the_message_in_flight(stop: int) -> None:
-    strategy = DiLoCo(period=4, outer=PLAIN, codec=SIGNS, delay=2)
-
+def test_an_average_from_outside_counts_the_message_in_flight(stop: int, strategy: Strategy) -> None:
     def body(comm: Comm) -> Tensor:
         worker = begin(comm, strategy)
         go_on(worker, stop)

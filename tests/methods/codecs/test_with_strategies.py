@@ -13,7 +13,7 @@ from torch import Tensor
 
 import thinwire
 from tests.engine import attach
-from tests.problems import Regression, average_outside, together, watched
+from tests.problems import Regression, together, watched
 from tests.rules import for_each, refusals
 from thinwire import (
     EASGD,
@@ -51,7 +51,6 @@ from thinwire.methods.codecs.sketch import Sketch
 from thinwire.methods.codecs.top_k import TopK
 from thinwire.methods.strategies.gossip.choco import Choco
 from thinwire.planning.plan import explain
-from thinwire.registry import recipe_classes
 
 RATES = [0.1] * 16
 SMALL = ErrorFeedback(OneBit(8))
@@ -111,34 +110,6 @@ def test_a_mean_with_feedback_is_exact_but_for_what_the_residuals_hold(strategy:
     held = held + sent
     assert 1e-3 < held.norm() < 0.9 * (sent - problem.start).norm()
     assert torch.allclose(mean[0] + held.mean(0), sent.mean(0), atol=1e-5)
-
-
-@pytest.mark.parametrize("steps", [5, 7, 8])
-def test_an_average_of_coded_cocod_lacks_what_the_residuals_hold_and_nothing_else(steps: int) -> None:
-    strategy = CoCoD(3, SMALL)
-
-    def body(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
-        draw = torch.Generator().manual_seed(comm.rank)
-        r = Replica(torch.zeros(40), torch.empty(0), comm, lr=lambda: 0.1)
-        total, held = torch.zeros(40), torch.zeros(40)
-        strategy.start(r)
-        for _ in range(steps):
-            move = torch.randn(40, generator=draw)
-            total += move
-            r.x += move
-            r.step += 1
-            strategy.after_step(r)
-        average_outside(strategy, r)
-        for name, x in r.state.items():
-            if name.startswith("server_error/"):
-                start, stop = map(int, name.removeprefix("server_error/").split("-"))
-                held[start:stop] += 3 * x  # the server's is no mean over workers
-        return r.x, total, r.state["error"] + held
-
-    x, total, held = (torch.stack(rows) for rows in zip(*thinwire.run_threads(3, body), strict=True))
-    assert torch.equal(x, x[:1].expand_as(x))
-    assert held.norm() > 1e-2
-    assert torch.allclose(x[0] + held.mean(0), total.mean(0), atol=1e-5)
 
 
 def test_choco_names_the_rank_whose_parameters_are_not_finite() -> None:
@@ -254,9 +225,3 @@ def test_a_coded_outer_step_is_the_plain_one_but_for_rounding(outer: Any, base: 
     )
     assert all(torch.equal(coded[0], each) for each in coded)
     assert 0 < (coded[0] - plain[0]).norm() < 5e-3 * (plain[0] - 0.1).norm()
-
-
-@for_each([kind for kind in recipe_classes().values() if issubclass(kind, Codec)], lambda kind: kind.__name__)
-def test_a_codec_s_repr_is_read_back_as_it_is(kind: Any) -> None:
-    for recipe in (AllReduce(kind()), LocalSGD(3, codec=kind()), SlowMo(codec=kind())):
-        assert thinwire.parse(repr(recipe)) == recipe
