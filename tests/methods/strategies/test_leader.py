@@ -22,7 +22,6 @@ from thinwire.methods.strategies.leader.election import chain_broadcast_, chain_
 from thinwire.methods.strategies.leader.leader import LeaderSGD
 from thinwire.methods.strategies.leader.leader_gradient import LeaderGradientDescent
 from thinwire.methods.strategies.leader.multi_leader import MultiLeaderSGD
-from thinwire.planning.plan.traffic import DryRun
 
 DOUBLE = torch.float64
 STEPS = 24
@@ -101,19 +100,6 @@ def test_two_level_broadcasts_equal_one_broadcast(n: int) -> None:
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("n", [2, 4, 8])
-def test_a_round_carries_half_of_what_an_average_carries(n: int) -> None:
-    elements = 840
-
-    def sent(strategy: thinwire.Strategy) -> float:
-        run = DryRun(strategy, [elements], workers=n, rank=0, dtype=torch.float32, bucket_bytes=1)
-        return sum(run.step().sent for _ in range(16))
-
-    assert sent(LeaderSGD(period=8)) == 2 * ((n - 1) / n * 4 * elements + 8)
-    assert sent(LeaderSGD(period=8)) - 2 * 8 == sent(thinwire.LocalSGD(period=8)) / 2
-    assert sent(LeaderGradientDescent()) == 16 * ((n - 1) / n * 4 * elements + 8)
 
 
 def test_between_nodes_the_leader_goes_once_for_each_other_node() -> None:

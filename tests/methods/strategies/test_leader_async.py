@@ -15,10 +15,7 @@ from tests.pool import run_processes
 from tests.problems import begin, flat, go_on
 from thinwire import Comm, CommTimeoutError, run_threads
 from thinwire.asynchronous.async_leader import AsyncLeaderSGD
-from thinwire.planning.plan.traffic import DryRun
 from thinwire.worker.worker import internals_of
-
-STEPS = 24
 
 
 def rounds_of(comm: Comm | None, steps: int, pauses: list[float], period: int) -> list[int]:
@@ -151,9 +148,3 @@ def test_consensus_is_the_same_on_all_ranks(result: Any) -> None:
     best = starts[int(losses_of(problem)(starts, 0).argmin())]
     for shipped, _ in rows:
         assert torch.allclose(shipped, best if result == "leader" else starts.mean(0), rtol=0, atol=1e-15)
-
-
-def test_a_round_sends_the_leader_once_and_a_step_two_messages() -> None:
-    for rank, messages in ((0, 3 * 8), (1, 8)):
-        run = DryRun(AsyncLeaderSGD(period=8), [840], workers=4, rank=rank, dtype=torch.float32, bucket_bytes=1)
-        assert sum(run.step().sent for _ in range(16)) == 2 * (3 / 4 * 4 * 840 + 8) + 16 * messages

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 import thinwire
 from tests.grids import fast_where
-from tests.methods.strategies.local_runs import adamw, begin, ended, go_on, sent, sgd
+from tests.methods.strategies.local_runs import adamw, begin, ended, go_on, sgd
 from tests.oracles.common import Descent, Gradient
 from tests.oracles.machines import TwoRates, path
 from tests.problems import Regression, distance, flat, quadratic, together
 from tests.rules import refusals
 from thinwire import AllReduce, Codec, Comm, ErrorFeedback, Fp32, Quantize, Worker
 from thinwire.methods.strategies.local.minibatch_local_sgd import MinibatchLocalSGD
-from thinwire.planning.plan import explain
 from thinwire.worker.worker import internals_of
 
 DOUBLE = torch.float64
@@ -86,15 +85,6 @@ def test_a_long_sum_of_gradients_in_16_bits_loses_none(rates: list[float], codec
         torch.testing.assert_close(x, should, rtol=1e-2, atol=0)
         assert dtype == torch.float32
         assert codec is not None or nbytes == 2 * 4  # bytes of each parameter
-
-
-def test_a_round_is_one_message_of_the_parameters_size() -> None:
-    for inner in (0.0, 0.5):
-        found = sent(4, MinibatchLocalSGD(4, inner), Regression(4, 8, torch.float32), 8, sgd(0.05, 0.0))
-        assert found == [(2 * 2 * 3 / 4 * 4 * 34, 2)] * 4
-        card = explain(MinibatchLocalSGD(4, inner), parameters=1000, workers=4)
-        assert card.sent_bytes_per_step == pytest.approx(2 * 3 / 4 * 4000 / 4)
-        assert card.period == 4
 
 
 def test_gradients_are_averaged_over_the_workers_that_still_have_data() -> None:

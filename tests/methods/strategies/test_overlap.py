@@ -81,11 +81,6 @@ def test_fragments_lower_the_peak_and_not_the_sum() -> None:
     assert sum(whole) == sum(streamed)
 
 
-@pytest.mark.parametrize("strategy", [OverlapLocalSGD(4), CoCoD(4)], ids=str)
-def test_bytes_are_those_of_local_sgd(strategy: Strategy) -> None:
-    assert sent(strategy) == sent(LocalSGD(4))
-
-
 test_recipes_that_cannot_work_are_refused_with_the_reason = refusals(
     [
         (lambda: OverlapLocalSGD(period=0), "period=0: must be at least 1"),

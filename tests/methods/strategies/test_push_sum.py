@@ -53,7 +53,6 @@ from thinwire.methods.reduce.compressed_all_reduce import mix_
 from thinwire.methods.strategies.push_sum.mass import mass_of, mix_mass_, numerator, quotient, weight
 from thinwire.methods.topology import Peers
 from thinwire.methods.topology.exact_weights import exact_weights
-from thinwire.planning.plan.card import explain
 
 SINGLE, DOUBLE = torch.float32, torch.float64
 GRAPHS: dict[Topology, Callable[[int, torch.dtype], Mixing]] = {
@@ -326,29 +325,6 @@ def shares_at(name: str, rank: int) -> tuple[float, ...]:
 
 
 # -- bytes and bad input -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    fast_where(
-        lambda each: each == PushSum(Irregular(), 3),
-        [PushSum(staleness=1), PushSum(Irregular(), 3), PushSum(Irregular())],
-    ),
-    ids=str,
-)
-def test_explain_counts_what_a_real_run_sends(strategy: PushSum) -> None:
-    def body(comm: Comm) -> float:
-        worker = attach(comm, strategy)
-        before = comm.meter.payload_bytes
-        steps(worker, batches(comm.rank, 12))
-        worker.detach()
-        return (comm.meter.payload_bytes - before) / 12
-
-    sent = thinwire.run_threads(4, body)
-    card = explain(strategy, parameters=32, workers=4)
-    assert card.sent_bytes_per_step == sent[card.rank]
-    assert card.memory_bytes_per_parameter["mass"] == (4 * 32 + 8) / 32
-    assert card.methods[0].name in (f"PushSum(staleness={strategy.staleness})", f"{card.recipe}")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from tests.oracles.backup import async_sgd
 from tests.pool import run_processes
 from thinwire import Comm, ConfigError, Replica, run_threads
 from thinwire.asynchronous.parameter_server import ParameterServer
-from thinwire.planning.plan.traffic import DryRun
 
 DOUBLE = torch.float64
 
@@ -194,13 +193,6 @@ def test_processes_agree_on_what_the_parameters_have_become() -> None:
     assert all(x == found[0][0] for x, _ in found)
     assert all(math.isfinite(value) for value in found[0][0])
     assert all(seen["staleness_steps"] >= 0 for _, seen in found)
-
-
-@pytest.mark.parametrize("workers", [2, 4, 8])
-def test_its_bytes_are_the_pushes_and_the_answers(workers: int) -> None:
-    run = DryRun(ParameterServer(), [800], workers=workers, rank=0, dtype=torch.float32, bucket_bytes=1 << 20)
-    for _ in range(3):
-        assert run.step().sent == 2 * (workers - 1) / workers * 3200
 
 
 def test_an_unknown_scaling_is_refused() -> None:

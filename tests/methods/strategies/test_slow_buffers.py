@@ -21,7 +21,7 @@ from tests.oracles.machines import Machine, Pushed, SlowMomentum, path
 from tests.oracles.updates import AdamW
 from tests.problems import Regression, distance
 from tests.rules import for_each
-from thinwire import Comm, ConfigError, Local, LocalSGD, PushSum, SlowMo
+from thinwire import Comm, ConfigError, Local, PushSum, SlowMo
 from thinwire.core.replica.flat import lay_out
 from thinwire.core.replica.moments import Moments, fresh_optimizer, moment_names
 from thinwire.methods.optimizers.lamb import Lamb
@@ -93,14 +93,6 @@ def test_push_sum_without_averages_equals_its_oracle_and_sends_no_more_than_push
     real = ended(4, strategy, problem, STEPS, sgd(0.05))
     assert distance(real, expected(4, "momentum", exact=False, mixing=one_peer(4, DOUBLE))) < 1e-12
     assert sent(4, strategy, problem, STEPS, sgd()) == sent(4, PushSum(), problem, STEPS, sgd())
-
-
-def test_slow_momentum_sends_no_more_than_local_sgd_of_the_same_period() -> None:
-    problem = Regression(4, 24, torch.float32)
-    local = sent(4, LocalSGD(6), problem, 24, sgd())
-    assert sent(4, SlowMo(period=6), problem, 24, sgd()) == local
-    assert sent(4, SlowMo(LocalSGD(6), period=6), problem, 24, sgd()) == local
-    assert sent(4, SlowMo(LocalSGD(3), period=6), problem, 24, sgd()) == sent(4, LocalSGD(3), problem, 24, sgd())
 
 
 # -- the optimizer's state, by itself ----------------------------------------------------------------------------------

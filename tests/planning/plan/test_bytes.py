@@ -12,15 +12,23 @@ from tests.oracles.common import irregular_targets
 from tests.problems import Irregular
 from tests.rules import for_each
 from thinwire import (
+    EASGD,
     AllReduce,
+    AsyncLeaderSGD,
     Bf16,
+    CoCoD,
     Complete,
     Fp16,
     Gossip,
     Hypercube,
+    LeaderGradientDescent,
+    LeaderSGD,
     Local,
     LocalSGD,
+    MinibatchLocalSGD,
     OnePeerExponential,
+    OverlapLocalSGD,
+    ParameterServer,
     PushSum,
     Ring,
     SlowMo,
@@ -41,6 +49,11 @@ def ring_share(n: int, elements: int = ELEMENTS, width: int = 4) -> float:
     return 2 * (n - 1) * elements * width / n
 
 
+def leader(n: int) -> float:
+    """What each rank sends for the losses of all and the leader's parameters."""
+    return ring_share(n) / 2 + 8 * (n > 1)
+
+
 def irregular(n: int, rank: int, elements: int) -> float:
     return sum(len(irregular_targets(rank, n, k)) for k in range(STEPS)) * 4 * elements
 
@@ -54,6 +67,14 @@ FORMULAS: list[tuple[Strategy, Formula]] = [
     (LocalSGD(8), lambda n, rank: 3 * ring_share(n)),
     (LocalSGD(7), lambda n, rank: 3 * ring_share(n)),
     (LocalSGD(25), lambda n, rank: 0),
+    (EASGD(period=8), lambda n, rank: 3 * ring_share(n)),
+    (OverlapLocalSGD(4), lambda n, rank: 6 * ring_share(n)),
+    (CoCoD(4), lambda n, rank: 6 * ring_share(n)),
+    (MinibatchLocalSGD(4), lambda n, rank: 6 * ring_share(n)),
+    (ParameterServer(), lambda n, rank: STEPS * ring_share(n)),
+    (LeaderSGD(period=8), lambda n, rank: 3 * leader(n)),
+    (LeaderGradientDescent(), lambda n, rank: STEPS * leader(n)),
+    (AsyncLeaderSGD(period=8), lambda n, rank: 3 * leader(n) + STEPS * 8 * (n > 1)),
     (Gossip(Ring()), lambda n, rank: STEPS * min(2, n - 1) * 4 * ELEMENTS),
     (Gossip(Ring(), "after"), lambda n, rank: STEPS * min(2, n - 1) * 4 * ELEMENTS),
     (Gossip(Complete()), lambda n, rank: STEPS * (n - 1) * 4 * ELEMENTS),
@@ -62,6 +83,8 @@ FORMULAS: list[tuple[Strategy, Formula]] = [
     (PushSum(Ring()), lambda n, rank: STEPS * min(2, n - 1) * 4 * ELEMENTS),
     (PushSum(Irregular()), lambda n, rank: irregular(n, rank, ELEMENTS + 2 * (n > 1))),
     (SlowMo(period=12), lambda n, rank: 2 * ring_share(n)),
+    (SlowMo(LocalSGD(6), period=6), lambda n, rank: 4 * ring_share(n)),
+    (SlowMo(LocalSGD(3), period=6), lambda n, rank: 8 * ring_share(n)),
     (SlowMo(AllReduce(), period=12), lambda n, rank: STEPS * ring_share(n)),
     (SlowMo(PushSum(), period=6), lambda n, rank: STEPS * min(1, n - 1) * 4 * ELEMENTS + 4 * ring_share(n)),
     (SlowMo(Gossip(), period=5), lambda n, rank: STEPS * min(2, n - 1) * 4 * ELEMENTS + 4 * ring_share(n)),
