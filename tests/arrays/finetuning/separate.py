@@ -9,12 +9,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import peft
+import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
 VOCABULARY = 60
+QUIET = [
+    pytest.mark.filterwarnings(f"ignore::{kind}:{library}")
+    for library in ("peft", "transformers")
+    for kind in ("UserWarning", "FutureWarning")
+]
 _SMALL = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _LLAMA = {
     **_SMALL,
@@ -50,6 +56,10 @@ def model_of(family: str, dtype: torch.dtype = torch.float64, **options: Any) ->
 
 def targets_of(family: str) -> list[str]:
     return FAMILIES[family][3]
+
+
+def tokens(seed: int, *shape: int) -> Tensor:
+    return torch.randint(3, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def next_token(logits: Tensor, ids: Tensor) -> Tensor:

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from tests.arrays.finetuning.separate import (
-    VOCABULARY,
+    QUIET,
     Run,
     largest_difference,
     model_of,
     next_token,
     targets_of,
+    tokens,
 )
 from thinwire import CheckpointError, ConfigError
 from thinwire.arrays import adapters
@@ -32,15 +33,7 @@ from thinwire.arrays.finetuning import measure_capacity
 from thinwire.arrays.fusion import SGD, AdamW, Each, Schedules
 from thinwire.planning.plan.peak_memory import PeakMemory
 
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore::{kind}:{library}")
-    for library in ("peft", "transformers")
-    for kind in ("UserWarning", "FutureWarning")
-]
-
-
-def tokens(seed: int, *shape: int) -> Tensor:
-    return torch.randint(3, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+pytestmark = QUIET
 
 
 def lora(rank: int = 4, **options: Any) -> Any:

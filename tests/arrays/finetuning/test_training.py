@@ -18,27 +18,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.arrays.finetuning.separate import (
+    QUIET,
     VOCABULARY,
     Run,
     largest_difference,
     model_of,
     next_token,
     targets_of,
+    tokens,
 )
 from thinwire import ConfigError
 from thinwire.arrays import adapters
 from thinwire.arrays.fusion import AdamW, Each, Schedules, clip_grad_norm_
 
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore::{kind}:{library}")
-    for library in ("peft", "transformers")
-    for kind in ("UserWarning", "FutureWarning")
-]
+pytestmark = QUIET
 RATES, DECAYS = [1e-3, 3e-3, 1e-2, 2e-3], [0.0, 0.1, 0.01, 0.3]
-
-
-def tokens(seed: int, *shape: int) -> Tensor:
-    return torch.randint(3, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def compare(

@@ -17,7 +17,7 @@ import peft
 import torch
 from torch import Tensor, nn
 
-from tests.arrays.finetuning.separate import model_of, next_token
+from tests.arrays.finetuning.separate import QUIET, model_of, next_token
 from tests.rules import refusals
 from thinwire import ConfigError
 from thinwire.arrays.sweep import sweeping
@@ -30,11 +30,7 @@ from thinwire.arrays.sweep.training import train_alone
 from thinwire.arrays.sweep.trials import Halving, Trial, ranked
 from thinwire.lab.tasks.own import OwnFunctions, own_task
 
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore::{kind}:{library}")
-    for library in ("peft", "transformers")
-    for kind in ("UserWarning", "FutureWarning")
-]
+pytestmark = QUIET
 
 
 def model() -> nn.Module:
