@@ -113,8 +113,8 @@ def check(fact: bool, text: str) -> None:
         raise AssertionError(text)
 
 
-def plain(recipe: str, model: nn.Module | None = None) -> list[Tensor]:
-    """What the loop without the feature ends with."""
+def ended(recipe: str, model: nn.Module | None = None) -> list[Tensor]:
+    """What the loop ends with: for a model with a feature, or for the plain one."""
     model = net() if model is None else model
     worker = attach(model, sgd(model), recipe)
     train(model, worker)
@@ -134,13 +134,8 @@ def alike(recipe: str, a: list[Tensor], b: list[Tensor], tolerance: float = 0.0)
 
 
 def compiled(recipe: str) -> None:
-    model = net()
-    fast = torch.compile(model, backend="aot_eager")
-    worker = attach(fast, sgd(fast), recipe)  # type: ignore[arg-type]
-    train(fast, worker)  # type: ignore[arg-type]
-    found = agreed(worker)
-    worker.detach()
-    check(alike(recipe, found, plain(recipe), 1e-6), "another result than without torch.compile")
+    fast: Any = torch.compile(net(), backend="aot_eager")
+    check(alike(recipe, ended(recipe, fast), ended(recipe), 1e-6), "another result than without torch.compile")
 
 
 def checkpointed(recipe: str) -> None:
@@ -156,15 +151,11 @@ def checkpointed(recipe: str) -> None:
                 x = x.clone().requires_grad_()
             return checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
-    want = plain(recipe)
+    want = ended(recipe)
     for reentrant in (False, True):
         parts = net()
         model = nn.Sequential(Again(parts[:2], reentrant=reentrant), Again(parts[2:4], reentrant=reentrant), parts[4])
-        worker = attach(model, sgd(model), recipe)
-        train(model, worker)
-        found = agreed(worker)
-        worker.detach()
-        check(alike(recipe, found, want), f"another result than without, use_reentrant={reentrant}")
+        check(alike(recipe, ended(recipe, model), want), f"another result than without, use_reentrant={reentrant}")
 
 
 class Adapted(nn.Module):
@@ -290,7 +281,7 @@ def several(recipe: str) -> None:
         worker.detach()
     check(same_on_all(found), "workers do not agree")
     if recipe == "AllReduce()":
-        check(alike(recipe, found, plain(recipe)), "another result than with one optimizer")
+        check(alike(recipe, found, ended(recipe)), "another result than with one optimizer")
 
 
 def sharded(recipe: str, *, hybrid: bool = False) -> None:

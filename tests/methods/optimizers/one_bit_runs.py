@@ -47,7 +47,7 @@ def path(
     strategy: Strategy,
     problem: Regression,
     steps: int,
-    kind: Kind = OneBitLamb,
+    kind: Any = OneBitLamb,
     see: See = parameters_of,
     **settings: Any,
 ) -> Tensor:

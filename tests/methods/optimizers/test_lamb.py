@@ -7,29 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-import thinwire
 from tests.engine import batches, net
+from tests.methods.optimizers.one_bit_runs import SIZES, path
 from tests.oracles import one_bit as oracles
 from tests.problems import Regression, distance, flat
 from tests.rules import refusals
-from thinwire import AllReduce, Comm
+from thinwire import AllReduce
 from thinwire.methods.optimizers.lamb import Lamb
-
-SIZES = [20, 4, 8, 2]
-
-
-def trained(comm: Comm | None, problem: Regression, **settings: Any) -> Tensor:
-    model = problem.model()
-    optimizer = Lamb(model.parameters(), **settings)
-    worker = thinwire.attach(model, optimizer, AllReduce(), comm=comm, bucket_bytes=40)
-    for step in range(problem.steps):
-        optimizer.zero_grad()
-        problem.loss(model, worker.comm.rank, step).backward()
-        optimizer.step()
-    worker.detach()
-    return flat(model)
 
 
 @pytest.mark.parametrize("corrected", [True, False])
@@ -37,12 +23,10 @@ def trained(comm: Comm | None, problem: Regression, **settings: Any) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_it_equals_its_oracle(corrected: bool, decay: float, dtype: torch.dtype) -> None:
     problem = Regression(3, 20, dtype)
-    found = thinwire.run_threads(
-        3, lambda comm: trained(comm, problem, lr=0.05, weight_decay=decay, bias_correction=corrected)
-    )
+    found = path(3, AllReduce(), problem, 20, Lamb, lr=0.05, weight_decay=decay, bias_correction=corrected)[-1]
     hyperparameters = oracles.Hyperparameters(rate=0.05, decay=decay, corrected=corrected)
     expected = oracles.lamb(problem.gradient, problem.start.expand(3, -1), SIZES, 20, hyperparameters)
-    assert distance(torch.stack(found), expected) < (1e-11 if dtype == torch.float64 else 1e-4)
+    assert distance(found, expected) < (1e-11 if dtype == torch.float64 else 1e-4)
 
 
 def one(value: list[float], gradient: list[float], dtype: torch.dtype = torch.float64) -> nn.Parameter:
