@@ -31,13 +31,18 @@ def begun(comm: Comm | None, strategy: Strategy, model: nn.Module, kind: Any = O
     return thinwire.attach(model, kind(model.parameters(), **settings), strategy, comm=comm, bucket_bytes=40)
 
 
+def stepped(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """One step of any user's loop."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
 def taken(worker: Worker, problem: Regression, first: int, last: int, see: See = parameters_of) -> list[Tensor]:
     """What `see` shows after each of the steps from the first up to the last."""
     seen: list[Tensor] = []
     for step in range(first, last):
-        worker.optimizer.zero_grad()
-        problem.loss(worker.model, worker.comm.rank, step).backward()
-        worker.optimizer.step()
+        stepped(worker.optimizer, problem.loss(worker.model, worker.comm.rank, step))
         seen.append(see(worker).clone())
     return seen
 

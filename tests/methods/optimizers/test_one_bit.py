@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import thinwire
 from tests.grids import fast_where
-from tests.methods.optimizers.one_bit_runs import Kind, begun, freezing, kept, oracle, parameters_of, path
+from tests.methods.optimizers.one_bit_runs import Kind, begun, freezing, kept, oracle, parameters_of, path, stepped
 from tests.oracles import one_bit as oracles
 from tests.problems import Regression, distance
 from thinwire import AllReduce, Comm, Worker
@@ -152,9 +152,7 @@ def test_the_warm_up_ends_by_itself_when_the_variance_has_settled() -> None:
         thinwire.attach(model, optimizer, CompressedMomentum(OneBit(), warmup_steps=None), comm=comm)
         ended: list[bool] = []
         for _ in range(45):
-            optimizer.zero_grad()
-            (model[0] * gradients[0]).sum().backward()
-            optimizer.step()
+            stepped(optimizer, (model[0] * gradients[0]).sum())
             ended.append(optimizer.frozen)
         assert "previous_variance" not in optimizer.state[model[0]]
         return ended
@@ -202,9 +200,7 @@ def test_parameters_without_a_gradient_never_move(kind: Kind) -> None:
         optimizer = kind(model.parameters(), lr=0.01)
         thinwire.attach(model, optimizer, CompressedMomentum(OneBit(block=8), warmup_steps=3), comm=comm)
         for step in range(30):
-            optimizer.zero_grad()
-            (model[0] * gradients[0] * (comm.rank + step)).sum().backward()
-            optimizer.step()
+            stepped(optimizer, (model[0] * gradients[0] * (comm.rank + step)).sum())
         return before, model[1].detach()
 
     for before, after in thinwire.run_threads(2, body):
@@ -237,9 +233,7 @@ def test_a_rank_without_data_brings_the_momentum_alone() -> None:
         strategy = CompressedMomentum(OneBit(block=8), warmup_steps=6)
         worker = begun(comm, strategy, problem.model(), lr=0.03)
         for step in worker.join(list(range(lengths[comm.rank]))):
-            worker.optimizer.zero_grad()
-            problem.loss(worker.model, comm.rank, step).backward()
-            worker.optimizer.step()
+            stepped(worker.optimizer, problem.loss(worker.model, comm.rank, step))
         worker.detach()
         return parameters_of(worker)
 
@@ -267,9 +261,7 @@ def test_without_feedback_every_code_is_of_its_momentum_alone(overlap: bool) -> 
                 for name, residual in r.state.items():
                     if "error" in name:
                         residual.zero_()
-            optimizer.zero_grad()
-            (model(torch.linspace(-1, 2, 40)[None] * (comm.rank + step + 1)) - 1).square().sum().backward()
-            optimizer.step()
+            stepped(optimizer, (model(torch.linspace(-1, 2, 40)[None] * (comm.rank + step + 1)) - 1).square().sum())
         return model.weight.detach().clone()
 
     without, emptied, kept_ones = (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import thinwire
 from tests.engine import Mixed, batch, batches, net, steps
-from tests.methods.optimizers.one_bit_runs import begun, freezing, path, taken
+from tests.methods.optimizers.one_bit_runs import begun, freezing, path, stepped, taken
 from tests.problems import Regression, flat
 from thinwire import Comm, Worker
 from thinwire.methods.codecs.header import HEADER_BYTES
@@ -161,9 +161,7 @@ def test_an_optimizer_frozen_at_any_step_begins_with_its_own_variance() -> None:
     model = net()
     optimizer = OneBitLamb(model.parameters(), lr=0.01)
     for x, y in batches(0, 7):
-        optimizer.zero_grad()
-        (model(x) - y).square().mean().backward()
-        optimizer.step()
+        stepped(optimizer, (model(x) - y).square().mean())
     other = net()
     loaded = OneBitLamb(other.parameters(), lr=0.5)
     loaded.load_state_dict(optimizer.state_dict())
@@ -195,9 +193,7 @@ def test_vectors_of_any_length_are_sent(strategy: CompressedMomentum, size: int,
         before = flat(model)
         worker = begun(comm, strategy, model, lr=0.03)
         for step in range(9):
-            worker.optimizer.zero_grad()
-            torch.cat([(p - comm.rank - step / 9) ** 2 for p in model.parts]).sum().backward()
-            worker.optimizer.step()
+            stepped(worker.optimizer, torch.cat([(p - comm.rank - step / 9) ** 2 for p in model.parts]).sum())
         worker.detach()
         return before, flat(model)
 
@@ -212,9 +208,7 @@ def test_extreme_gradients_leave_finite_parameters(value: float) -> None:
         model = Lengths([16])
         worker = begun(comm, SMALL, model, lr=0.01)
         for step in range(10):
-            worker.optimizer.zero_grad()
-            (model.parts[0] * (value if step % 2 else torch.linspace(-1, 1, 16))).sum().backward()
-            worker.optimizer.step()
+            stepped(worker.optimizer, (model.parts[0] * (value if step % 2 else torch.linspace(-1, 1, 16))).sum())
         worker.detach()
         return flat(model)
 
@@ -229,9 +223,7 @@ def test_a_tensor_without_momentum_does_not_spoil_the_others_coefficients() -> N
         strategy = CompressedMomentum(OneBit(whole=True, norm="l2"), warmup_steps=4, rescale=True)
         worker = begun(comm, strategy, model, lr=0.01)
         for _ in range(8):
-            worker.optimizer.zero_grad()
-            (model.parts[0] * torch.linspace(-1, 1, 16)).sum().backward()
-            worker.optimizer.step()
+            stepped(worker.optimizer, (model.parts[0] * torch.linspace(-1, 1, 16)).sum())
         worker.detach()
         return flat(model), [float(worker.optimizer.state[p]["coefficient"]) for p in model.parts]
 
@@ -244,9 +236,7 @@ def test_two_dtypes_are_sent_separately_and_frozen_together() -> None:
     def body(comm: Comm) -> Tensor:
         worker = begun(comm, SMALL, Mixed(), lr=0.01)
         for x, y in batches(comm.rank, 8):
-            worker.optimizer.zero_grad()
-            (worker.model(x) - y).square().mean().backward()
-            worker.optimizer.step()
+            stepped(worker.optimizer, (worker.model(x) - y).square().mean())
             assert freezing(worker).frozen == (worker.step >= 4)
         worker.detach()
         return torch.cat([p.detach().reshape(-1).double() for p in worker.model.parameters()])
@@ -269,9 +259,7 @@ def test_a_coded_step_sends_what_its_formula_says(size: int, overlap: bool) -> N
         sent: list[float] = []
         for step in range(7):
             before = comm.meter.payload_bytes
-            worker.optimizer.zero_grad()
-            (model.parts[0] - comm.rank - step).square().sum().backward()
-            worker.optimizer.step()
+            stepped(worker.optimizer, (model.parts[0] - comm.rank - step).square().sum())
             sent.append(comm.meter.payload_bytes - before)
         worker.detach()
         return sent
@@ -288,9 +276,7 @@ def test_small_buckets_are_sent_together_in_quarters_of_the_vector() -> None:
         sent: list[int] = []
         for step in range(7):
             before = comm.meter.messages
-            worker.optimizer.zero_grad()
-            torch.cat([*model.parts]).sub(comm.rank + step).square().sum().backward()
-            worker.optimizer.step()
+            stepped(worker.optimizer, torch.cat([*model.parts]).sub(comm.rank + step).square().sum())
             sent.append(comm.meter.messages - before)
         worker.detach()
         assert not worker.replicas[0].inflight

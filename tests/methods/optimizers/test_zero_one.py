@@ -11,7 +11,7 @@ from torch import Tensor
 
 import thinwire
 from tests.engine import net
-from tests.methods.optimizers.one_bit_runs import SIZES, begun, kept, parameters_of, taken
+from tests.methods.optimizers.one_bit_runs import SIZES, begun, kept, parameters_of, stepped, taken
 from tests.oracles import one_bit as oracles
 from tests.problems import Regression, distance, flat
 from tests.rules import refusals
@@ -128,9 +128,7 @@ def test_a_gradient_that_is_not_finite_makes_all_skip_a_synchronisation(step: in
         internals_of(worker).nonfinite = "skip"
         residual = worker.replicas[0].state["error"].clone()
         before = parameters_of(worker).clone()
-        worker.optimizer.zero_grad()
-        (problem.loss(worker.model, comm.rank, step) * (float("nan") if comm.rank else 1.0)).backward()
-        worker.optimizer.step()
+        stepped(worker.optimizer, problem.loss(worker.model, comm.rank, step) * (float("nan") if comm.rank else 1.0))
         assert torch.equal(worker.replicas[0].state["error"], residual)
         skipped = parameters_of(worker).clone()
         gone(worker, problem, step + 1, STEPS - 1)
@@ -150,9 +148,7 @@ def test_a_gradient_that_is_not_finite_counts_as_zero_in_a_local_step() -> None:
     def body(comm: Comm, factor: float) -> Tensor:
         worker, _ = trained(comm, problem, 0.0, 0, 13)
         internals_of(worker).nonfinite = "skip"
-        worker.optimizer.zero_grad()
-        (problem.loss(worker.model, comm.rank, 13) * (factor if comm.rank else 1.0)).backward()
-        worker.optimizer.step()
+        stepped(worker.optimizer, problem.loss(worker.model, comm.rank, 13) * (factor if comm.rank else 1.0))
         path = gone(worker, problem, 14, 20)
         worker.detach()
         return path[-1]
@@ -168,9 +164,7 @@ def test_weight_decay_is_not_part_of_momenta() -> None:
         model = problem.model()
         worker = begun(comm, SCHEDULE, model, ZeroOneAdam, lr=0.01, weight_decay=0.5)
         for _ in range(20):
-            worker.optimizer.zero_grad()
-            torch.stack([(p * 0.0).sum() for p in model.parameters()]).sum().backward()
-            worker.optimizer.step()
+            stepped(worker.optimizer, torch.stack([(p * 0.0).sum() for p in model.parameters()]).sum())
         assert not kept(worker, "momentum").any()
         worker.detach()
         return flat(model)
