@@ -166,7 +166,7 @@ def test_weights_loaded_between_steps_on_one_rank_are_refused_on_all() -> None:
         steps(worker, batches(comm.rank, 4))
 
     for text in endings(2, work):
-        assert "rank 0 is in load_state_dict() of the model at step 4, rank 1 is in an average in training" in text
+        assert "rank 0 is in model.load_state_dict() at step 4, rank 1 is in an average in training" in text
 
 
 def test_weights_that_are_put_back_or_edited_in_place_are_no_load(tmp_path: Any) -> None:

@@ -187,6 +187,8 @@ def test_in_sixteen_bits_one_digit_of_each_parameter_may_differ(digits: int, err
     def train(comm: Comm) -> None:
         model = drawn(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2).bfloat16()))
         worker = attach(comm, AllReduce(), model=model)
+        sum(p.double().sum() for p in model.parameters()).backward()
+        worker.optimizer.step()  # before the first step, weights that one rank alone changes are refused
         with torch.no_grad():
             for parameter in model[1].parameters() if comm.rank == 1 else ():
                 for _ in range(digits):

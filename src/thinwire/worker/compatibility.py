@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from thinwire.core.replica.moments import parts_of
@@ -39,7 +40,7 @@ def check_model(model: object) -> nn.Module:
             f"{empty[0]} is on the meta device, and other parameters are not: it has no values. Call "
             "to_empty(device=...) of its module and initialize it, before you make the optimizer"
         )
-    if torch.is_inference_mode_enabled() or any(p.is_inference() for p in model.parameters()):
+    if torch.is_inference_mode_enabled() or any(not is_lazy(p) and p.is_inference() for p in model.parameters()):
         raise ConfigError(
             "the model was made, or is attached, inside torch.inference_mode(): its parameters cannot be trained. Do "
             "both outside of it"

@@ -141,14 +141,16 @@ class Attachment:
 
     Attributes:
         owner: of the parameters.
+        unsharded: the parameters that are views of a flat vector.
+        places: their addresses.
     """
 
     def __init__(self, worker: WorkerState, inside_ddp: InsideDDP) -> None:
         trained = [p for parameters, _ in worker.layouts for p in parameters]
         held = [p for group in worker.optimizer.param_groups for p in group["params"]]
         self._trained = trained
-        self._unsharded = [p for p in trained if not is_sharded(p)]
-        self._places = [p.data_ptr() for p in self._unsharded]
+        self.unsharded = [p for p in trained if not is_sharded(p)]
+        self.places = [p.data_ptr() for p in self.unsharded]
         self._frozen = [p for p in held if not p.requires_grad]
         self._held, self._held_ids = held, list(map(id, held))  # held, so that no other tensor gets such an id
         self.owner = _Owner(worker)
@@ -186,9 +188,7 @@ class Attachment:
         """
         if self._registrations != _registrations[0]:
             self._registrations, self.owner.looked = _registrations[0], False
-        if self.owner.looked:
-            self.take_assigned(worker)
-        else:
+        if not self.owner.looked or [p.data_ptr() for p in self.unsharded] != self.places:
             check_parameters(worker)
         held = [id(p) for group in worker.optimizer.param_groups for p in group["params"]]
         if held != self._held_ids or any(p.requires_grad for p in self._frozen):
@@ -213,11 +213,6 @@ class Attachment:
             self.owner.looked = True
             check_wrappers(worker.model, self._inside_ddp)
             self._guard_model(worker)
-
-    def take_assigned(self, worker: WorkerState) -> None:
-        """Take values that were assigned by `p.data = ...` into the flat vectors, in a step too."""
-        if [p.data_ptr() for p in self._unsharded] != self._places:
-            check_parameters(worker)
 
     def _check_frozen(self, worker: WorkerState) -> None:
         """Refuse parameters that were frozen since attach and would still move.
@@ -726,7 +721,7 @@ def check_loaded(worker: WorkerState) -> None:
     if worker.comm.size > 1 and not worker.strategy.traits.equal_replicas and _step_together(worker):
         # A rank that has loaded alone would be averaged with the others.
         with worker.account.times.apart():
-            worker.comm.check_in_step("load_state_dict() of the model").wait()
+            worker.comm.check_in_step("model.load_state_dict()").wait()
 
 
 def keeps_copies(worker: WorkerState) -> bool:

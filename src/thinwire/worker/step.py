@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import ExitStack
 from functools import partial, wraps
 from types import FrameType, MethodType
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ from thinwire.worker.guards import (
     FirstSteps,
     check_first_gradient,
     check_loaded,
+    check_parameters,
     refuse,
     within,
     workers_beside,
@@ -68,7 +70,7 @@ class Step:
         self._calls = 0  # of the hook before a step
         self._replaced: Any = None  # the latest function in place of the optimizer's own step
         self._watched: Any = None  # what watches it; None when it is known to run the hooks
-        self._first_nodes: list[torch.autograd.graph.Node] = []
+        self._looking = ExitStack()  # the hooks of `_look_at_step`
 
     def watch(self, attachment: Attachment, first_steps: FirstSteps) -> None:
         """Hook to the optimizer, from the next step on; `undo` removes the hooks.
@@ -82,10 +84,10 @@ class Step:
         undo.callback(optimizer.register_step_pre_hook(self.before).remove)
         undo.callback(optimizer.register_step_post_hook(self.after).remove)
         trained = [p for parameters, _ in self._worker.layouts for p in parameters if not is_sharded(p)]
-        # A parameter does not keep its node alive.
-        self._first_nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in (*trained[:1], *trained[-1:])]
-        for node in self._first_nodes:
-            undo.callback(node.register_prehook(self._look_at_step).remove)
+        for node in [torch.autograd.graph.get_gradient_edge(p).node for p in (*trained[:1], *trained[-1:])]:
+            self._looking.callback(node.register_prehook(self._look_at_step).remove)
+            self._looking.callback(lambda _: None, node)  # a parameter does not keep its node alive
+        undo.callback(self._looking.close)
         undo.callback(self._trust_step)
         self._look_at_step()
 
@@ -99,7 +101,7 @@ class Step:
         self._begun = -1
 
     def _look_at_step(self, *_: object) -> None:
-        """Watch a function that was put in place of `optimizer.step`, until it has run torch's hooks.
+        """In the first steps, watch a function in place of `optimizer.step` until it has run the hooks.
 
         Schedulers, scalers and profilers put one there that calls the optimizer's own step.
         """
@@ -144,7 +146,7 @@ class Step:
         """Torch's hook before `optimizer.step`; returns its arguments if the closure is replaced."""
         frame, worker = _caller(), self._worker
         self._calls += 1
-        if within(frame, worker.step_frame):
+        if worker.step_frame is not None and within(frame, worker.step_frame):
             return None
         worker.step_frame = frame
         self._allocates_state = _only_allocates_state(optimizer)
@@ -176,9 +178,11 @@ class Step:
         worker.step_frame = None
         if self._allocates_state:
             return
-        self._attachment.take_assigned(worker)
+        if [p.data_ptr() for p in self._attachment.unsharded] != self._attachment.places:
+            check_parameters(worker)  # the optimizer has assigned to `p.data`
         if self._first_steps is not None and self._first_steps.end_step(worker):
             self._first_steps = None
+            self._looking.close()
         if worker.shards.views:
             worker.shards.read()
         for replica in worker.replicas:
