@@ -456,7 +456,16 @@ def test_a_worker_that_joins_knows_which_steps_of_a_lost_worker_its_state_contai
             with worker.consensus():  # in which all hear of a request to join
                 pass
 
-    ends = run_fleet(3, strategy, steps=18, epoch=100, kills=(Kill(1, lost),), joins=(joins,), after=evaluate)
+    entered = threading.Event()
+
+    def wait(worker: Worker) -> None:
+        if worker.elastic.worker_id == "w3":
+            entered.set()
+        elif worker.step == lost:
+            assert entered.wait(20)
+
+    kills = (Kill(1, lost),)
+    ends = run_fleet(3, strategy, steps=18, epoch=100, kills=kills, joins=(joins,), before=wait, after=evaluate)
     alive = survivors(ends)
     assert len(alive) == 3 and alive[0].epochs[1][1] == ("w0", "w1", "w2", "w3")
     assert [each.crews[-1].unused_from for each in alive] == [steps] * 3
