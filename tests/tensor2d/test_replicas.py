@@ -108,8 +108,10 @@ def whole(recipe: str, comm: Comm) -> tuple[list[Tensor], dict[str, Tensor], dic
         return losses, own, {name: x.clone() for name, x in model.state_dict().items()}
 
 
-def cut(recipe: str, mesh: Mesh3D) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """The same of a model of which every rank holds a block."""
+def cut(
+    recipe: str, mesh: Mesh3D, *, by_torch: bool = False
+) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """The same of a model of which every rank holds a block, clipped by torch's function or thinwire's."""
     strategy, make = RECIPES[recipe]
     model = parallelized(mesh.block)
     optimizer = make(model, mesh.block)
@@ -118,7 +120,7 @@ def cut(recipe: str, mesh: Mesh3D) -> tuple[list[Tensor], dict[str, Tensor], dic
         model,
         optimizer,
         lambda step: mesh_loss(model, mesh.block, step),
-        lambda: clip_gradient_norm_(model, 0.5, mesh.block),
+        lambda: clip_grad_norm_(model.parameters(), 0.5) if by_torch else clip_gradient_norm_(model, 0.5, mesh.block),
         copy=mesh.data.rank,
     )
     own = whole_state(model, mesh.block)
@@ -139,6 +141,13 @@ def test_copies_on_meshes_train_like_whole_ones(recipe: str) -> None:
     expected = run_threads(2, lambda comm: whole(recipe, comm), timeout=20)
     found = run_mesh_3d_threads(2, 2, 2, lambda mesh: cut(recipe, mesh), timeout=20)
     assert_equal(found, expected, 4)
+
+
+@pytest.mark.parametrize("recipe", ["all-reduce", "slow-momentum"])
+def test_torch_clips_by_the_norm_of_the_whole_gradient(recipe: str) -> None:
+    expected = run_threads(2, lambda comm: whole(recipe, comm), timeout=20)
+    found = run_mesh_3d_threads(2, 1, 2, lambda mesh: cut(recipe, mesh, by_torch=True), timeout=20)
+    assert_equal(found, expected, 2)
 
 
 def in_processes(rows: int, columns: int) -> list[Any]:

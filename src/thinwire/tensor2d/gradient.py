@@ -50,6 +50,10 @@ class BlockGradient(Tensor):
         self.mesh, self.counted = mesh, counted
         return self
 
+    def marking(self, other: Tensor) -> BlockGradient:
+        """Return another tensor as a gradient of the same block."""
+        return other.as_subclass(BlockGradient).of(self.mesh, self.counted)
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -67,7 +71,7 @@ class BlockGradient(Tensor):
                     for norm, block in zip(found, args[0], strict=True)
                 ]
             if func in _SAME and isinstance(args[0], BlockGradient):
-                return found.as_subclass(BlockGradient).of(args[0].mesh, args[0].counted)
+                return args[0].marking(found)
         return found
 
 

@@ -33,6 +33,7 @@ from thinwire.core.replica.shards import is_sharded, local, plain, whole_like
 from thinwire.core.torch_internals import current_autograd_node, queue_callback
 from thinwire.errors import CommError, CommTimeoutError, ConfigError, MismatchError, NonFiniteError, PeerLostError
 from thinwire.methods.codecs.feedback import of_server, of_worker
+from thinwire.tensor2d.gradient import BlockGradient
 
 _FIRST_BYTES = 1 << 20
 _STEADY_PASSES = 4
@@ -144,7 +145,9 @@ class Bucket:
         for gradient, parameter in zip(self.gradients, self.parameters, strict=True):
             if not (self.sharded and is_sharded(parameter)):
                 # Another tensor of that memory: `p.grad.data = ...` and `model.to(...)` give it other memory.
-                parameter.grad = gradient.detach()
+                own, parameter.grad = parameter.grad, gradient.detach()
+                if isinstance(own, BlockGradient):
+                    parameter.grad = own.marking(parameter.grad)
             elif parameter.grad is None:
                 parameter.grad = whole_like(gradient.clone(), parameter)
             else:
