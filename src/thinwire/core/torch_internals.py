@@ -60,10 +60,10 @@ One call for many tensors: one kernel on a GPU. They are a family rather than a 
 its own optimizers are built on them, and there is no public name. A missing one is an AttributeError.
 """
 
-flatten: Callable[[list[Tensor]], Tensor] = getattr(
-    vars(torch)["_utils"], "_flatten_dense_tensors", lambda tensors: torch.cat([x.reshape(-1) for x in tensors])
+flatten: Callable[[list[Tensor]], Tensor] = named(
+    vars(torch)["_utils"], "_flatten_dense_tensors", "a look at many small tensors"
 )
-"""Copy dense tensors of any shapes into one vector, in one call, as torch's DDP does; without it in a call for each."""
+"""Copy dense tensors of any shapes into one vector, in one call, as torch's DDP does; refused where it is missing."""
 foreach_norm: Any = getattr(torch, "_foreach_norm", None)
 """What `torch.nn.utils.clip_grad_norm_` calls; None where torch lacks it, and then it calls a public function."""
 unscale_kernel: Any = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
@@ -114,16 +114,12 @@ queue_callback: Callable[[Callable[[], None]], None] = named(_engine, "queue_cal
 
 DDP and FSDP2 use it too.
 """
-current_autograd_node: Callable[[], Any] | None = getattr(_C, "_current_autograd_node", None)
-"""Return the node that the autograd engine runs on this thread, or None; None itself where torch lacks it.
+current_autograd_node: Callable[[], Any] = named(_C, "_current_autograd_node", "exchanging gradients")
+"""Return the node that the autograd engine runs on this thread, or None; refused where it is missing."""
+plain_tensors: Any = named(_C, "DisableTorchFunctionSubclass", "a subclass of Tensor")
+"""Context manager: inside, subclasses of Tensor are computed with as plain tensors; refused where it is missing.
 
-`worker/buckets.py` then counts the engines on the stack, and refuses nested passes.
-"""
-plain_tensors: Any = getattr(_C, "DisableTorchFunctionSubclass", None) or getattr(_C, "DisableTorchFunction", None)
-"""Context manager: inside, subclasses of Tensor are computed with as plain tensors.
-
-For subclasses with their own `__torch_function__`, as torch's page on extending torch shows. The older name disables
-modes too.
+For subclasses with their own `__torch_function__`, as torch's page on extending torch shows.
 """
 
 
@@ -240,16 +236,10 @@ def compiled_module(model: nn.Module) -> nn.Module | None:
     return model.get_submodule("_orig_mod") if hasattr(model, "_orig_mod") else None
 
 
-_dropouts: Any = getattr(nn.modules.dropout, "_DropoutNd", None)
-DROPOUTS: tuple[type[Any], ...] = (
-    (_dropouts,) if _dropouts else (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
-)
-"""The classes of dropout layers: their base, which other packages derive from; else the public ones."""
-_batch_norms: Any = getattr(nn.modules.batchnorm, "_BatchNorm", None)
-BATCH_NORMS: tuple[type[Any], ...] = (
-    (_batch_norms,) if _batch_norms else (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-)
-"""The classes of batch normalization: their base, which other packages derive from; else the public ones."""
+DROPOUTS: tuple[type[Any], ...] = (vars(nn.modules.dropout)["_DropoutNd"],)
+"""The base of dropout layers, which other packages derive from, too. Without it this module cannot be imported."""
+BATCH_NORMS: tuple[type[Any], ...] = (vars(nn.modules.batchnorm)["_BatchNorm"],)
+"""The base of batch normalization, which other packages derive from, too. Without it this module cannot be imported."""
 
 
 def check_batch_norm_input(module: nn.Module, input: Tensor) -> None:
@@ -273,11 +263,6 @@ def refresh_rnn_weights(module: nn.RNNBase) -> None:
 # -- functions ---------------------------------------------------------------------------------------------------------
 
 
-def _composed_softmax(scores: Tensor, dim: int) -> Tensor:
-    masked = scores.eq(-torch.inf).all(dim, keepdim=True)
-    return torch.softmax(scores, dim).masked_fill(masked, 0.0)
-
-
 def without_dispatch(function: Any) -> Any:
     """Return a copy of a function of `torch.nn.functional` that runs its own code under a mode that intercepts it.
 
@@ -290,8 +275,8 @@ def without_dispatch(function: Any) -> Any:
     return FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
 
 
-safe_softmax: Callable[[Tensor, int], Tensor] = getattr(torch, "_safe_softmax", None) or _composed_softmax
-"""Softmax with zeros where all scores are minus infinity, as in torch's attention; else composed of public calls."""
+safe_softmax: Callable[[Tensor, int], Tensor] = named(torch, "_safe_softmax", "attention in an array of models")
+"""Softmax with zeros where all scores are minus infinity, as in torch's attention; refused where it is missing."""
 weight_norm: Any = getattr(torch, "_weight_norm", None)
 """What weight normalisation calls; None where torch lacks it, and then it calls public functions."""
 SAMPLERS: tuple[Any, ...] = tuple(

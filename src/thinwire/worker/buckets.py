@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import ref
 
 import torch
@@ -246,8 +246,8 @@ class PassEnd:
 
     def __call__(self) -> None:
         """End the pass, or continue in the pass that this one runs within."""
-        node = _running_node()
-        if node is None:
+        node = current_autograd_node()
+        if node is None:  # the end of the outermost pass
             self._finish()
             return
         # The end of an inner pass. Of the outer one this thread can only reach the node that called the inner pass.
@@ -271,36 +271,11 @@ class PassEnd:
         self.node_frame = None
 
 
-def _running_node() -> Any:
-    """The node of the outer pass that has called the pass that ends now; None at the end of an outermost pass."""
-    if current_autograd_node is not None:
-        return current_autograd_node()
-    if _count_engines() > 1:
-        raise ConfigError(
-            "a backward pass within a backward pass: this version of torch does not report the outer one. Use "
-            "checkpoint(..., use_reentrant=False), or another version of torch"
-        )
-    return None
-
-
-def _runs_engine(frame: FrameType) -> bool:
-    return "run_backward" in frame.f_code.co_names
-
-
-def _count_engines() -> int:
-    """Return how many calls of the autograd engine this thread is in."""
-    frame, count = inspect.currentframe(), 0
-    while frame is not None:
-        count += _runs_engine(frame)
-        frame = frame.f_back
-    return count
-
-
 def _node_frame() -> FrameType | None:
     """Return the outermost frame of the node that has called the pass that ends now."""
     frame, last, engines = inspect.currentframe(), None, 0
     while frame is not None:
-        engines += _runs_engine(frame)
+        engines += "run_backward" in frame.f_code.co_names
         if engines == 2:
             return last
         frame, last = frame.f_back, frame

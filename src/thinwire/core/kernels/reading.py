@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from thinwire.core.kernels.decisions import read_host
-from thinwire.core.torch_internals import flatten, foreach_norm
+from thinwire.core.torch_internals import flatten, foreach
 
 Flag = bool | Tensor
 """A condition: a bool, or a tensor of one element on a GPU, which the host need not wait for."""
@@ -56,10 +56,7 @@ def is_finite(x: Tensor) -> Flag:
 def finite_flags(tensors: Sequence[Tensor]) -> Tensor:
     """Return whether each of several tensors of one GPU is finite, as a tensor there."""
     inputs = [x.detach() if x.numel() else x.new_zeros(1) for x in tensors]  # no elements have no largest one
-    norms = (
-        foreach_norm(inputs, torch.inf) if foreach_norm else [torch.linalg.vector_norm(x, torch.inf) for x in inputs]
-    )
-    return torch.stack(list(norms)).isfinite()
+    return torch.stack(list(foreach.norm(inputs, torch.inf))).isfinite()
 
 
 def both(a: Flag, b: Flag) -> Flag:
