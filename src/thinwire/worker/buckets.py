@@ -55,7 +55,6 @@ class Bucket:
         work: the exchange, while it is in flight.
         culprit: a parameter whose gradient was not finite before it was sent, by its place in the bucket; -1 for none.
         finite: on a GPU instead, where the exchange writes over gradients: whether each of them was finite.
-        keeps: whether the overwritten gradients must be kept for a second send.
         kept: a copy of gradients that lie in the memory that is sent; in host memory for a GPU.
         sharded: whether any of the parameters is a DTensor.
     """
@@ -69,7 +68,6 @@ class Bucket:
     work: Work[Tensor] | None = None
     culprit: int = -1
     finite: Tensor | None = None
-    keeps: bool = False
     kept: Tensor | None = None
     sharded: bool = False
 
@@ -82,7 +80,7 @@ class Bucket:
         """Copy the parameters' gradients into the flat vector; a missing gradient counts as zero.
 
         Args:
-            keep: whether gradients that lie in that memory must be there to be sent again, as with `keeps`.
+            keep: whether gradients that lie in that memory must be there to be sent again.
         """
         self.culprit, self.finite = -1, None
         with torch.no_grad():
@@ -104,7 +102,7 @@ class Bucket:
                     self.finite = finite_flags(self.gradients)  # read only if a mean is not finite
                 elif not all_finite(self.replica.g[self.part]):
                     self.culprit = self._first_nonfinite(in_place=True)
-            if keep or self.keeps:
+            if keep:
                 own = self.replica.g[self.part]
                 self.kept = host_copy(own, pinned=True, wait=False) if len(moved) < len(found) else None
 
@@ -113,7 +111,7 @@ class Bucket:
         if self.kept is not None:
             self.replica.g[self.part].copy_(self.kept)
         else:
-            self.gather()
+            self.gather(keep=True)
 
     def find_culprit(self) -> int:
         """The first parameter whose gradient on this rank was not finite, by its place in the bucket; -1 for none.
@@ -571,7 +569,7 @@ class Backward:
 
     def _launch(self, bucket: Bucket) -> None:
         self._launched += 1
-        bucket.gather()
+        bucket.gather(keep=self.survives is not None)
         self._send(bucket)
 
     def _send(self, bucket: Bucket) -> None:
@@ -694,7 +692,7 @@ class Backward:
         self._end, self._interrupted, self.nonfinite = None, True, None
         for bucket in self.buckets[self._launched :]:
             if state == _ENDED:
-                bucket.gather(keep=self._late)
+                bucket.gather(keep=self._late or self.survives is not None)
             if state != _ENDED or self._late:
                 bucket.replica.g[bucket.part].fill_(torch.nan)
             self._send(bucket)

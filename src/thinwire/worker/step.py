@@ -459,8 +459,9 @@ def watch_gradients(worker: WorkerState) -> None:
         find_unused=worker.find_unused,
         skips_steps=strategy.traits.skips_steps,
         raises_own=worker.nonfinite == "raise",
+        survives=worker.survives,
+        on_begin=worker.start_step,
     )
-    worker.backward.survives, worker.backward.on_begin = worker.survives, worker.start_step
     if (batch := worker.global_batch) is not None:
         worker.backward.scale = lambda: batch.factor(worker.step, *worker.members())
     if not isinstance(worker.model, DistributedDataParallel):  # where the attribute is set to turn DDP's exchange off
@@ -470,8 +471,6 @@ def watch_gradients(worker: WorkerState) -> None:
         worker.backward.passes = next((other.passes for other in others if other is not None), worker.backward.passes)
     if coded and worker.scaler is not None and worker.scaler.is_enabled():
         worker.backward.residuals = ScaledResiduals(worker.replicas, worker.scaler)
-    for bucket in buckets:
-        bucket.keeps = worker.survives is not None
     worker.watching += worker.backward.watch()
 
 
