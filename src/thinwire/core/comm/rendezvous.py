@@ -144,7 +144,7 @@ def open_store(timeout: timedelta) -> Store:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if _is_local(address):
-        return _loopback_store(address, port, rank, size, timeout)
+        return _local_store(address, port, size, timeout, hosts=rank == 0)
     hosts = rank == 0 and not store_outlives_workers()
     return TCPStore(address, port, size, hosts, timeout, wait_for_workers=False)
 
@@ -159,15 +159,15 @@ def _is_local(address: str) -> bool:
         return address == "localhost"
 
 
-def _loopback_store(address: str, port: int, rank: int, size: int, timeout: timedelta) -> Store:
-    """Open a store that listens on the loopback; torch's own would listen on every interface."""
+def _local_store(address: str, port: int, size: int | None, timeout: timedelta, *, hosts: bool = True) -> TCPStore:
+    """Open a store that listens on one address; torch's own would listen on every interface."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, port), family=family, backlog=128) if rank == 0 else None
+    listener = socket.create_server((address, port), family=family, backlog=512) if hosts else None
     return TCPStore(
         address,
-        port,
+        port if listener is None else int(listener.getsockname()[1]),
         size,
-        is_master=rank == 0,
+        is_master=hosts,
         timeout=timeout,
         wait_for_workers=False,
         master_listen_fd=None if listener is None else listener.detach(),  # the store closes it
@@ -231,15 +231,4 @@ def host_store(host: str, port: int) -> TCPStore:
     Raises:
         OSError: the address cannot be used.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=512)
-    found = int(listener.getsockname()[1])
-    return TCPStore(
-        host,
-        found,
-        None,
-        is_master=True,
-        timeout=timedelta(seconds=30),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # the store closes it
-    )
+    return _local_store(host, port, None, timedelta(seconds=30))
