@@ -22,6 +22,33 @@ def unpack_bits(packed: Tensor, n: int) -> Tensor:
     return ((packed[:, None] >> _shifts(packed.device)) & 1).reshape(-1)[:n]
 
 
+def write_planes(codes: Tensor, out: Tensor, bits: int) -> None:
+    """Write codes of so many bits each, uint8 [n], as bit planes, the lowest first."""
+    for bit, plane in enumerate(out.view(bits, -1)):
+        plane.copy_(pack_bits((codes >> bit) & 1))
+
+
+def read_planes(planes: Tensor, n: int, bits: int) -> Tensor:
+    """Reverse `write_planes`; int32 [n]."""
+    codes = torch.zeros(n, dtype=torch.int32, device=planes.device)
+    for bit, plane in enumerate(planes.view(bits, -1)):
+        codes.add_(unpack_bits(plane, n).to(torch.int32), alpha=1 << bit)
+    return codes
+
+
+def pack_numbers(numbers: Tensor, width: int) -> Tensor:
+    """Lay numbers of `width` bits each, int64 [m, k], end to end, each row in whole bytes; the lowest bit first."""
+    flags = ((numbers[:, :, None] >> torch.arange(width, device=numbers.device)) & 1).flatten(1)
+    padded = torch.nn.functional.pad(flags, (0, -flags.shape[1] % 8))
+    return pack_bits(padded.reshape(-1).to(torch.uint8)).view(len(numbers), -1)
+
+
+def unpack_numbers(packed: Tensor, width: int, k: int) -> Tensor:
+    """Reverse `pack_numbers`; int64 [m, k]."""
+    flags = unpack_bits(packed.reshape(-1), packed.numel() * 8).view(len(packed), -1)[:, : k * width]
+    return (flags.reshape(len(packed), k, width).long() << torch.arange(width, device=packed.device)).sum(2)
+
+
 def blocks_of(n: int, block: int) -> int:
     """Return the number of blocks that `n` elements fill, the last one perhaps in part."""
     return -(-n // block)
@@ -35,6 +62,13 @@ def in_blocks(x: Tensor, block: int) -> Tensor:
     padded = x.new_zeros(count * block)
     padded[: x.numel()] = x
     return padded.view(count, block)
+
+
+def block_sizes(n: int, block: int, device: torch.device) -> Tensor:
+    """Return the elements of each block as fp32: the last one may have fewer."""
+    sizes = torch.full((blocks_of(n, block),), float(block), dtype=torch.float32, device=device)
+    sizes[-1] = n - (len(sizes) - 1) * block
+    return sizes
 
 
 def tree_sums(rows: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.reference.bits import pack_bits, read_scales, unpack_bits, write_scales
+from thinwire.core.kernels.reference.bits import pack_numbers, read_scales, unpack_numbers, write_scales
 from thinwire.core.kernels.reference.rounded import levels_of
 
 
@@ -26,7 +26,7 @@ def encode_chunks_(x: Tensor, residual: Tensor | None, out: Tensor, *, chunk: in
         width = (chunk - 1).bit_length()
         written = torch.empty(4 * len(rows), dtype=torch.uint8, device=x.device)
         write_scales(scales, written, 4)
-        parts = [written.view(len(rows), 4), _packed(places, width), _packed(codes.long(), bits)]
+        parts = [written.view(len(rows), 4), pack_numbers(places, width), pack_numbers(codes.long(), bits)]
         records.copy_(torch.cat(parts, 1))
         if residual is not None:
             rows.scatter_(1, places, values - decoded)
@@ -43,10 +43,10 @@ def add_chunks_(payload: Tensor, out: Tensor, *, chunk: int, kept: int, bits: in
     for rows, k, records in _records(out, payload, chunk, kept, bits):
         middle = 4 + -(-k * width // 8)
         scales = read_scales(records[:, :4].reshape(-1), len(rows), 4)
-        places = _unpacked(records[:, 4:middle], width, k)
+        places = unpack_numbers(records[:, 4:middle], width, k)
         inside = places < rows.shape[1]
         valid &= inside.all()
-        values = (2 * _unpacked(records[:, middle:], bits, k) - (2**bits - 1)).float() * scales[:, None]
+        values = (2 * unpack_numbers(records[:, middle:], bits, k) - (2**bits - 1)).float() * scales[:, None]
         places, values = places.clamp(max=rows.shape[1] - 1), values.where(inside, 0.0)
         # Column by column, since positions may repeat in a damaged payload.
         for place, value in zip(places.T, values.T, strict=True):
@@ -64,16 +64,3 @@ def _records(x: Tensor, payload: Tensor, chunk: int, kept: int, bits: int) -> It
             rows, records = x[begin : begin + count * length], payload[at : at + count * nbytes]
             yield rows.view(count, length), k, records.view(count, nbytes)
             begin, at = begin + count * length, at + count * nbytes
-
-
-def _packed(numbers: Tensor, width: int) -> Tensor:
-    """Pack rows of numbers, int64 [m, k], each row into whole bytes."""
-    shifts = torch.arange(width, device=numbers.device)
-    flags = ((numbers[:, :, None] >> shifts) & 1).flatten(1)
-    padded = torch.nn.functional.pad(flags, (0, -flags.shape[1] % 8))
-    return pack_bits(padded.reshape(-1).to(torch.uint8)).view(len(numbers), -1)
-
-
-def _unpacked(packed: Tensor, width: int, k: int) -> Tensor:
-    flags = unpack_bits(packed.reshape(-1), packed.numel() * 8).view(len(packed), -1)[:, : k * width]
-    return (flags.reshape(len(packed), k, width).long() << torch.arange(width, device=packed.device)).sum(2)

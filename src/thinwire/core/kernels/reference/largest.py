@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.reference.bits import pack_bits, unpack_bits
+from thinwire.core.kernels.reference.bits import pack_numbers, unpack_numbers
 
 
 def top_k(x: Tensor, k: int) -> Tensor:
@@ -26,11 +26,9 @@ def top_k(x: Tensor, k: int) -> Tensor:
 
 def pack_indices(indices: Tensor, width: int) -> Tensor:
     """Lay numbers of `width` bits each, int64 [k], end to end."""
-    shifts = torch.arange(width, device=indices.device)
-    return pack_bits(((indices[:, None] >> shifts) & 1).reshape(-1).to(torch.uint8))
+    return pack_numbers(indices[None], width)[0]
 
 
 def unpack_indices(packed: Tensor, width: int, k: int) -> Tensor:
     """Reverse `pack_indices`."""
-    flags = unpack_bits(packed, k * width).view(k, width).to(torch.int64)
-    return (flags << torch.arange(width, device=packed.device)).sum(1)
+    return unpack_numbers(packed[None], width, k)[0]

@@ -10,10 +10,10 @@ from thinwire.core.kernels.reference.bits import (
     block_scales,
     blocks_of,
     in_blocks,
-    pack_bits,
+    read_planes,
     read_scales,
     scale_per_element,
-    unpack_bits,
+    write_planes,
     write_scales,
 )
 from thinwire.core.kernels.reference.rng import uniform
@@ -29,7 +29,7 @@ def quantize_(
     # Encoder and decoder must use the same scales: the sent ones.
     if scale_bytes == 2:
         scales = _rounded_up(scales)
-    head, plane = len(rows) * scale_bytes, -(-n // 8)
+    head = len(rows) * scale_bytes
     write_scales(scales, out[:head], scale_bytes)
     scale = scale_per_element(scales, n, block)
     ratio = torch.where(scale > 0, x / scale, 0.0)
@@ -40,8 +40,7 @@ def quantize_(
         .clamp_(0, top_of(bits))
         .to(torch.uint8)
     )
-    for bit in range(bits):
-        out[head + bit * plane : head + (bit + 1) * plane].copy_(pack_bits((codes >> bit) & 1))
+    write_planes(codes, out[head:], bits)
 
 
 def dequantize_(
@@ -49,12 +48,9 @@ def dequantize_(
 ) -> None:
     """Decode; with `dither`, subtract the random numbers of the rounding."""
     n = out.numel()
-    count, plane = blocks_of(n, block), -(-n // 8)
+    count = blocks_of(n, block)
     scale = scale_per_element(read_scales(payload, count, scale_bytes), n, block)
-    codes = torch.zeros(n, dtype=torch.float32, device=out.device)
-    for bit in range(bits):
-        begin = count * scale_bytes + bit * plane
-        codes.add_(unpack_bits(payload[begin : begin + plane], n), alpha=2.0**bit)
+    codes = read_planes(payload[count * scale_bytes :], n, bits).float()
     if dither:
         codes.sub_(_draws(n, key, shift, out.device)).add_(0.5)
     half = top_of(bits) / 2

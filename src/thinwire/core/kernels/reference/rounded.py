@@ -8,13 +8,14 @@ from torch import Tensor
 
 from thinwire.core.kernels.reference.bits import (
     block_scales,
+    block_sizes,
     blocks_of,
     in_blocks,
-    pack_bits,
+    read_planes,
     read_scales,
     scale_per_element,
     tree_sums,
-    unpack_bits,
+    write_planes,
     write_scales,
 )
 
@@ -29,13 +30,10 @@ def encode_rounded_(x: Tensor, residual: Tensor | None, out: Tensor, *, bits: in
     if residual is not None:
         x = residual.add_(x)
     rows = in_blocks(x, block)
-    counts = torch.full((len(rows),), float(block), dtype=torch.float32, device=x.device)
-    counts[-1] = n - (len(rows) - 1) * block
-    scales, codes, decoded = levels_of(rows, counts, bits)
-    head, plane, codes = 4 * len(rows), -(-n // 8), codes.view(-1)[:n]
+    scales, codes, decoded = levels_of(rows, block_sizes(n, block, x.device), bits)
+    head = 4 * len(rows)
     write_scales(scales, out[:head], 4)
-    for bit in range(bits):
-        out[head + bit * plane : head + (bit + 1) * plane].copy_(pack_bits((codes >> bit) & 1))
+    write_planes(codes.view(-1)[:n], out[head:], bits)
     if residual is not None:
         residual.copy_((rows - decoded).view(-1)[:n])
 
@@ -65,11 +63,8 @@ def levels_of(rows: Tensor, counts: Tensor, bits: int) -> tuple[Tensor, Tensor, 
 def decode_rounded_(payload: Tensor, out: Tensor, *, bits: int, block: int) -> None:
     """Decode into `out`."""
     n = out.numel()
-    count, plane = blocks_of(n, block), -(-n // 8)
-    codes = torch.zeros(n, dtype=torch.int32, device=out.device)
-    for bit in range(bits):
-        begin = count * 4 + bit * plane
-        codes.add_(unpack_bits(payload[begin : begin + plane], n).to(torch.int32), alpha=1 << bit)
+    count = blocks_of(n, block)
+    codes = read_planes(payload[4 * count :], n, bits)
     scale = scale_per_element(read_scales(payload, count, 4), n, block)
     out.copy_((2 * codes - (2**bits - 1)).float() * scale)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from thinwire.core.kernels.reference.bits import (
     block_scales,
+    block_sizes,
     blocks_of,
     in_blocks,
     pack_bits,
@@ -23,10 +24,8 @@ def encode_signs_(x: Tensor, residual: Tensor | None, out: Tensor, *, block: int
     n = x.numel()
     total = x if residual is None else x + residual
     rows = in_blocks(total, block)
-    sizes = torch.full((len(rows),), float(block), dtype=torch.float32, device=x.device)
-    sizes[-1] = n - (len(rows) - 1) * block
     head = len(rows) * scale_bytes
-    write_scales(block_scales(rows, sizes, squared=norm == "l2"), out[:head], scale_bytes)
+    write_scales(block_scales(rows, block_sizes(n, block, x.device), squared=norm == "l2"), out[:head], scale_bytes)
     signs = torch.signbit(total)
     out[head:].copy_(pack_bits(signs))
     if residual is not None:
