@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thinwire.core.comm.base import Comm
 from thinwire.core.comm.work import Work
-from thinwire.errors import ConfigError, ThinwireError
+from thinwire.errors import ThinwireError
 
 
 class Connector(Protocol):
@@ -105,12 +105,6 @@ class ElasticComm(Comm):
     def awaited(self) -> list[int]:
         """Return the answer of the current comm."""
         return [] if self._comm is None else self._comm.awaited()
-
-    def duplicate(self) -> Comm:
-        """Refuse: the second comm would not follow the views."""
-        raise ConfigError(
-            "elastic=True: a second thread cannot have a comm. Train without elastic=True, or without this option"
-        )
 
     def _all_reduce_(self, x: Tensor) -> Work[Tensor]:
         return self.comm._all_reduce_(x)

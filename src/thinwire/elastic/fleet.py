@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from thinwire.core.comm.base import Comm
-from thinwire.core.comm.bucket import BucketConnector
+from thinwire.core.comm.bucket import BucketComm, BucketConnector
 from thinwire.core.comm.liveness import own_row
 from thinwire.core.comm.rendezvous import view_store
 from thinwire.core.comm.roll_call import Store, within
@@ -63,7 +63,7 @@ class Fleet:
     late: LateMerging | None = None
     ranks: Ranks | None = None
 
-    def connect(self, timeout: float) -> Comm:
+    def connect(self, timeout: float) -> BucketComm:
         """Enter a fixed run, and return the comm of its workers.
 
         Raises:

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import thinwire
 from tests.core.comm.calls import CALLS, figures
@@ -201,26 +199,6 @@ def test_a_dtype_that_gloo_does_not_support_closes_nothing() -> None:
     for found in run_processes(2, unsupported_call):
         assert "Invalid scalar type" in found[0]
         assert found[1] == "2.0"
-
-
-def two_all_reduces() -> bool:
-    comm = comm_for()
-    side_comm, rank = comm.duplicate(), comm.rank
-    results: list[Tensor] = []
-
-    def in_thread() -> None:
-        time.sleep(0.05 * rank)
-        results.append(side_comm.all_reduce_(torch.full((5,), 1.0 + rank)).wait())
-
-    thread = threading.Thread(target=in_thread)
-    thread.start()
-    mine = comm.all_reduce_(torch.full((7,), 10.0 + rank)).wait()
-    thread.join()
-    return mine.tolist() == [33.0] * 7 and results[0].tolist() == [6.0] * 5
-
-
-def test_all_reduces_of_a_duplicate_do_not_mix_with_those_of_the_comm() -> None:
-    assert run_processes(3, two_all_reduces) == [True] * 3
 
 
 def test_one_process_alone_needs_no_group() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import run_processes
-from thinwire import Comm, ConfigError, CountingComm, GroupComm, MismatchError, NonFiniteError, run_threads
+from thinwire import Comm, ConfigError, CountingComm, GroupComm, NonFiniteError, run_threads
 from thinwire.core.comm.threads import single_worker
 from thinwire.errors import ThinwireError, error_named
 
@@ -46,25 +46,6 @@ def test_where_several_threads_find_something_all_raise_the_first() -> None:
     found = on_threads(finders=(0, 1, 2))
     assert len(set(found)) == 1
     assert found[0][0] == "NonFiniteError"
-
-
-def test_a_wait_on_a_duplicate_ends_with_it_too() -> None:
-    def work(comm: Comm) -> str:
-        other = comm.duplicate()
-        try:
-            if comm.rank == 0:
-                comm.raise_on_all(MismatchError("rank 0, step 3: two lengths"))
-            other.all_reduce_(torch.ones(1)).wait()
-        except MismatchError as error:
-            return str(error)
-        return "none"
-
-    assert run_threads(2, work, timeout=30) == ["rank 0, step 3: two lengths"] * 2
-
-
-def test_a_comm_without_spare_connections_is_refused_with_the_fix() -> None:
-    with pytest.raises(ConfigError, match=r"CountingComm cannot open connections .* Gloo can"):
-        CountingComm(0, 2).duplicate()
 
 
 def test_a_worker_alone_raises_the_error_itself() -> None:

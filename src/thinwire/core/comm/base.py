@@ -343,21 +343,7 @@ class Comm(ABC):
         return False
 
     def disconnect(self) -> None:
-        """Close this comm's own connections and mailboxes, and those of its duplicates; later calls raise an error."""
-
-    def duplicate(self) -> Comm:
-        """Open a second comm for CPU tensors over the same ranks; all ranks call it together.
-
-        A background thread may use it while the training thread uses this one. The calls on each comm need one order on
-        all ranks, but the two orders are independent.
-
-        Raises:
-            ConfigError: this backend cannot open further connections.
-        """
-        raise ConfigError(
-            f"{type(self).__name__} cannot open connections for a second thread. Gloo can: start the group with "
-            "init_process_group('gloo') or 'cpu:gloo,cuda:nccl'"
-        )
+        """Close this comm's own connections and mailboxes; later calls raise an error."""
 
     def open_mailbox(self, owner: object, like: Tensor, *, capacity: int = 4) -> Mailbox:
         """Open a mailbox for `owner`, on all ranks together; its messages are counted as `send_recv`.

@@ -539,7 +539,7 @@ class BucketConnector:
             self._closed.pop().delete_own()
         return self._open(self._of_view(name), rank, size, timeout=timeout, lost=lambda _: lost())
 
-    def connect_fixed(self, name: int, rank: int, size: int, **settings: Any) -> Comm:
+    def connect_fixed(self, name: int, rank: int, size: int, **settings: Any) -> BucketComm:
         """Open the comm of workers that are the same from start to end; its end is theirs.
 
         Args:

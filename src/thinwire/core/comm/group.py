@@ -18,7 +18,6 @@ from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
 from typing import NoReturn, TypeVar, cast
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -115,7 +114,6 @@ class GroupComm(Comm):
         self.checks_calls = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"  # like torch's own groups
         # At most one entry: connections close with their last reference, so one call must be able to drop it.
         self._own: list[_Connections] = []
-        self._duplicates: WeakSet[Comm] = WeakSet()
         self._finalizer = weakref.finalize(self, _let_go, self._own, self._inflight)
         protect(self)
         if self._gloo_devices and self.size > 1:
@@ -241,14 +239,6 @@ class GroupComm(Comm):
             lambda: received,
         )
 
-    def duplicate(self) -> Comm:
-        """Open a second comm over the group, with its own Gloo connections."""
-        if torch.device("cpu").type not in self._gloo_devices:
-            return super().duplicate()
-        second = GroupComm(self._group, timeout=self.timeout)
-        self._duplicates.add(second)
-        return second
-
     def disconnect(self) -> None:
         """Close the connections that this comm has opened, and its mailboxes; later calls raise an error."""
         if self._fault is not None:
@@ -257,8 +247,6 @@ class GroupComm(Comm):
         for owner in list(self._mailboxes):
             self.close_mailbox(owner)
         self._close_connections()
-        for each in self._duplicates:
-            each.disconnect()
 
     def after_fork(self) -> None:
         """Make this comm unusable in a fork; the parent's connections stay open."""

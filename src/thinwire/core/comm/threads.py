@@ -83,7 +83,6 @@ class Hub:
     Attributes:
         lost: the first rank that has failed, and why.
         shared: an error that one rank has detected and all must raise.
-        duplicates: hubs of further comms for the same threads.
         waiting: the current or timed-out waits, by rank.
     """
 
@@ -96,7 +95,6 @@ class Hub:
         self.messages: dict[tuple[int, int, int], tuple[int, Tensor]] = {}
         self.lost: tuple[int, BaseException] | None = None
         self.shared: ThinwireError | None = None
-        self.duplicates: list[Hub] = []
         self.waiting: dict[int, Wait] = {}
 
     def report_failure(self, rank: int, reason: BaseException) -> None:
@@ -105,17 +103,11 @@ class Hub:
             # The first failure is the cause of the later ones.
             self.lost = self.lost or (rank, reason)
             self.changed.notify_all()
-            duplicates = list(self.duplicates)
-        for hub in duplicates:
-            hub.report_failure(rank, reason)
 
     def share(self, rank: int, error: ThinwireError) -> ThinwireError:
         """Make all waits raise an error of `rank`; return the first such error of any rank."""
         with self.changed:
             first = self.shared = self.shared or error
-            duplicates = list(self.duplicates)
-        for hub in duplicates:
-            hub.share(rank, first)
         self.report_failure(rank, first)
         return first
 
@@ -281,17 +273,6 @@ class ThreadComm(Comm):
     def has_failed(self) -> bool:
         """Return True if a rank has failed."""
         return self._hub.lost is not None
-
-    def duplicate(self) -> Comm:
-        """Open a comm over another hub for the same threads."""
-
-        def make(_: list[None]) -> Hub:
-            hub = Hub(self.size)
-            self._hub.duplicates.append(hub)
-            return hub
-
-        hub = self._join("duplicate", None, make).wait()
-        return ThreadComm(hub, self.rank, timeout=self.timeout)
 
     def _open_mailbox(self, epoch: int, like: Tensor, capacity: int) -> Mailbox:
         box = ThreadMailbox(self, self._hub, epoch, like, capacity)

@@ -200,10 +200,6 @@ class ViewComm(GroupComm):
         self._close_connections()
         raise error
 
-    def duplicate(self) -> Comm:
-        """Refuse: a second comm would not follow the views."""
-        return Comm.duplicate(self)
-
     def disconnect(self) -> None:
         """Close all connections, so that the waits of all other workers fail."""
         self._fault = self._fault or PeerLostError("this view has ended")

@@ -13,11 +13,10 @@ from typing import TypeVar
 import numpy as np
 from torch import Tensor
 
-from thinwire.core.comm.base import Comm
 from thinwire.core.comm.mailbox.base import Mailbox
 from thinwire.core.comm.work import Work, completed, describe
 from thinwire.errors import ConfigError
-from thinwire.planning.simulate.comm import Collective, SimulatedComm, SimulatedGroup
+from thinwire.planning.simulate.comm import Collective, SimulatedComm
 from thinwire.planning.simulate.network import Network
 from thinwire.planning.simulate.world import Pending
 
@@ -128,12 +127,6 @@ class AlikeComm(SimulatedComm):
             return [content] * len(src)
 
         return Work(finish)
-
-    def duplicate(self) -> Comm:
-        """Return a comm over connections of its own."""
-        group = SimulatedGroup(self._group.fault, wires=self._wires)
-        self._world.groups.append(group)
-        return AlikeComm(self._world, group, self.rank, timeout=self.timeout)
 
     def _open_mailbox(self, epoch: int, like: Tensor, capacity: int) -> Mailbox:
         raise UnlikeError(

@@ -371,18 +371,6 @@ class SimulatedComm(Comm):
             raise error
         raise error_named(type(first).__name__, str(first)) from error
 
-    def duplicate(self) -> Comm:
-        """Return a comm over connections of their own between the same workers."""
-
-        def opened(_: list[None]) -> SimulatedGroup:
-            group = SimulatedGroup(self._group.fault, wires=self._wires)
-            self._world.groups.append(group)
-            return group
-
-        wires = self._wires
-        group = self._join("duplicate", None, opened, lambda times: wires.all_gather(times, _CONTROL_BYTES)).wait()
-        return SimulatedComm(self._world, group, self.rank, timeout=self.timeout)
-
     def _open_mailbox(self, epoch: int, like: Tensor, capacity: int) -> Mailbox:
         box = SimulatedMailbox(self, self._world, epoch, like, capacity)
         if self.size > 1:
