@@ -275,13 +275,7 @@ def facts_of(content: object) -> dict[str, Any]:
     Raises:
         CheckpointError: the part has no such data.
     """
-    parts = mapping_of(content, "a part")
-    if "save" not in parts:
-        raise CheckpointError(
-            "was written by an earlier development version of thinwire, without an id. Continue from it with that "
-            "version"
-        )
-    facts = mapping_of(parts["save"], "the save")
+    facts = mapping_of(mapping_of(content, "a part").get("save"), "the save")
     counts = all(is_count(facts.get(name)) for name in ("step", "size", "rank"))
     if not counts or not isinstance(facts.get("id"), str) or not _ID.fullmatch(facts["id"]):
         raise CheckpointError("has no save id, step and rank")

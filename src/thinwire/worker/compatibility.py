@@ -96,12 +96,8 @@ def check_compatible(strategy: Strategy, optimizer: Optimizer, size: int, parame
         )
     if sharded:
         check_blocks(strategy, "for sharded parameters")
+        _check_timing(strategy, "for sharded parameters", "shards and copies")
     for method in nested(strategy) if sharded else ():
-        if method.traits.timing_dependent and not isinstance(method, Wrapper):
-            raise ConfigError(
-                f"{type(method).__name__} for sharded parameters: its results depend on timing, so the shards and "
-                "copies of one model would belong to different steps. Use PushSum() or SlowMo()"
-            )
         if method.traits.reads_loss:
             raise ConfigError(
                 f"{type(method).__name__} for sharded parameters: each rank elects by the loss of its own batches, so "
@@ -112,6 +108,15 @@ def check_compatible(strategy: Strategy, optimizer: Optimizer, size: int, parame
             raise ConfigError(
                 f"{method} for sharded parameters: each rank compares norms of its own shard, so that a worker might "
                 "be left out of the mean of one shard only. Use outliers='keep'"
+            )
+
+
+def _check_timing(strategy: Strategy, here: str, parts: str) -> None:
+    for method in nested(strategy):
+        if method.traits.timing_dependent and not isinstance(method, Wrapper):
+            raise ConfigError(
+                f"{type(method).__name__} {here}: its results depend on timing, so the {parts} of one model would "
+                "belong to different steps. Use PushSum() or SlowMo()"
             )
 
 
@@ -215,12 +220,7 @@ def check_mesh(strategy: Strategy, optimizer: Optimizer, mesh: Mesh2D, *, scaled
     here = f"on {mesh.rows}x{mesh.columns} blocks"
     if scaled:
         raise ConfigError(f"scaler {here}: ranks would skip different steps. Train in bf16, which needs none")
-    for method in nested(strategy):
-        if method.traits.timing_dependent and not isinstance(method, Wrapper):
-            raise ConfigError(
-                f"{type(method).__name__} {here}: its results depend on timing, so the blocks of one model would "
-                "belong to different steps. Use PushSum() or SlowMo()"
-            )
+    _check_timing(strategy, here, "blocks")
     check_blocks(strategy, here)
     if getattr(optimizer, "needs_whole_tensors", False):
         raise ConfigError(

@@ -554,7 +554,7 @@ class BucketConnector:
         """Open a comm of two workers; `name` contains an id, and one of the two is in no view yet."""
         return self._open(f"pair/{name}", rank, 2, timeout=timeout, lost=lambda _: lost())
 
-    def _open(self, name: str, rank: int, size: int, **settings: Any) -> Comm:
+    def _open(self, name: str, rank: int, size: int, **settings: Any) -> BucketComm:
         return BucketComm(self._bucket, f"{self._place}/{name}", rank, size, **settings)
 
     def _of_view(self, name: int | str) -> str:
