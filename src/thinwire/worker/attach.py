@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Literal
 
 import torch
@@ -23,7 +23,7 @@ from thinwire.methods.strategies.gradients.all_reduce import AllReduce
 from thinwire.registry import canonical
 from thinwire.tensor2d.mesh import Mesh3D
 from thinwire.worker import annexes
-from thinwire.worker.annexes import Elastic, ElasticOptions, Fleet
+from thinwire.worker.annexes import ElasticOptions, Fleet
 from thinwire.worker.compatibility import (
     check_arguments,
     check_bucket,
@@ -211,7 +211,9 @@ def attach(
             own_ranks = _ranks_of(group, timeout)
         views = annexes.enter()(elastic, timeout, own_ranks)
         comm = views.comm
-    with _leaving_on_failure(views) as on_failure:
+    with ExitStack() as on_failure:
+        if views is not None:
+            on_failure.callback(views.withdraw)
         given = mesh.data if mesh is not None else comm
         comm = given or (fixed.connect(timeout) if fixed else comm_for(group, timeout=timeout, device=device))
         if fixed is not None:
@@ -297,25 +299,13 @@ def attach(
         if comm.reporter is None and comm.checks_first_steps:
             comm.reporter = state.account.times
             state.undo.callback(setattr, comm, "reporter", None)
+        on_failure.pop_all()
         return worker
 
 
 def _ranks_of(group: Group, timeout: float) -> Comm | None:
     """Return the ranks of this worker, if it is a group; they wait for those that wait for other groups."""
     return None if group is None else comm_for(group, timeout=2 * timeout)
-
-
-@contextmanager
-def _leaving_on_failure(views: Elastic | None) -> Generator[ExitStack]:
-    """Within it, an error makes an elastic worker leave its run, and calls the callbacks of the stack."""
-    on_failure = ExitStack()
-    try:
-        yield on_failure
-    except BaseException:
-        if views is not None:
-            views.withdraw()
-        on_failure.close()
-        raise
 
 
 def start(worker: WorkerState, init: Literal["broadcast", "own"]) -> None:

@@ -8,7 +8,7 @@ The vector holds copies of this rank's shards, which are read before a strategy 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,23 +17,6 @@ from torch.optim import Optimizer
 from thinwire.core.replica.flat import copy_each_
 
 MOST_NUMBERS = 64
-
-
-class _Mesh(Protocol):
-    def size(self, mesh_dim: int | None = None) -> int: ...
-    def get_local_rank(self, mesh_dim: int) -> int: ...
-    def get_group(self, mesh_dim: int) -> Any: ...
-
-
-class _DTensor(Protocol):
-    """The used attributes of a DTensor; importing its module only for the type costs half a second."""
-
-    shape: torch.Size
-    device_mesh: _Mesh
-    placements: Sequence[Any]
-
-    def to_local(self) -> Tensor: ...
-    def stride(self) -> tuple[int, ...]: ...
 
 
 def is_sharded(x: object) -> bool:
@@ -53,7 +36,7 @@ def local(x: Tensor) -> Tensor:
     if not is_sharded(x):
         return x
     with torch.no_grad():  # `to_local` is differentiable
-        return cast(_DTensor, x).to_local()
+        return cast(Any, x).to_local()
 
 
 def whole_like(part: Tensor, like: Tensor) -> Tensor:
@@ -73,8 +56,8 @@ def describe_shard(x: Tensor) -> str:
     """Describe this rank's shard of `x`, as in "part 0 of 2 along dimension 0"; empty if not sharded."""
     if not is_sharded(x):
         return ""
-    mesh, placements = cast(_DTensor, x).device_mesh, cast(_DTensor, x).placements
-    cuts = [(i, p.dim) for i, p in enumerate(placements) if p.is_shard()]
+    mesh = cast(Any, x).device_mesh
+    cuts = [(i, p.dim) for i, p in enumerate(cast(Any, x).placements) if p.is_shard()]
     return ", ".join(f"part {mesh.get_local_rank(i)} of {mesh.size(i)} along dimension {dim}" for i, dim in cuts)
 
 
@@ -118,8 +101,8 @@ class Shards:
         """Return the process groups of the ranks among which parameters are cut."""
         found: dict[int, Any] = {}
         for parameter in self._parameters:
-            mesh, placements = cast(_DTensor, parameter).device_mesh, cast(_DTensor, parameter).placements
-            for dimension, placement in enumerate(placements):
+            mesh = cast(Any, parameter).device_mesh
+            for dimension, placement in enumerate(cast(Any, parameter).placements):
                 if placement.is_shard() and mesh.size(dimension) > 1:
                     group = mesh.get_group(dimension)
                     found.setdefault(id(group), group)
