@@ -112,8 +112,8 @@ class Replica:
     samples = _OfProgress[float]()
     equal_start = _OfProgress[bool]()
     postponed = _OfProgress[bool]()
-    loss = _OfProgress["Tensor | None"]()
-    metrics = _OfProgress[MutableMapping[str, "float | Tensor"]]()
+    loss = _OfProgress[Tensor | None]()
+    metrics = _OfProgress[MutableMapping[str, float | Tensor]]()
 
     def __init__(
         self,
