@@ -43,11 +43,6 @@ class Fleet(Protocol):
     """One worker's entry into an elastic run: a `thinwire.elastic.fleet.Fleet`."""
 
     @property
-    def rank(self) -> int | None:
-        """The rank of this worker, if the run begins; None takes the first free one."""
-        ...
-
-    @property
     def size(self) -> int:
         """The number of workers that the run begins with."""
         ...

@@ -320,3 +320,14 @@ def check_same_device(x: Tensor, *others: Tensor | None) -> None:
     for other in others:
         if other is not None and other.device != x.device:
             raise ConfigError(f"tensors on {x.device} and {other.device}: all must be on one device. Move them first")
+
+
+def check_dense(*tensors: Tensor) -> None:
+    """Check that tensors are contiguous and fp32.
+
+    Raises:
+        ConfigError: with the dtype of another one.
+    """
+    for tensor in tensors:
+        if tensor.dtype != torch.float32 or not tensor.is_contiguous():
+            raise ConfigError(f"a tensor of {tensor.dtype}: must be contiguous and torch.float32")

@@ -8,7 +8,14 @@ import ctypes
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.base import STREAM_BYTES, WORK_PER_THREAD, check_same_device, compiled, parallel_for
+from thinwire.core.kernels.base import (
+    STREAM_BYTES,
+    WORK_PER_THREAD,
+    check_dense,
+    check_same_device,
+    compiled,
+    parallel_for,
+)
 from thinwire.errors import ConfigError
 
 
@@ -38,9 +45,7 @@ def weight_gradients(x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
         raise ConfigError(
             f"shapes {list(x.shape)} and {list(gradient.shape)}: must be [models, n, in] and [models, n, out]"
         )
-    for tensor in (x if x.stride(0) else x[0], gradient):
-        if tensor.dtype != torch.float32 or not tensor.is_contiguous():
-            raise ConfigError(f"a tensor of {tensor.dtype}: must be contiguous and torch.float32")
+    check_dense(x if x.stride(0) else x[0], gradient)
     library, (models, n, width), out = compiled(x), x.shape, gradient.shape[2]
     if library is None:
         return torch.bmm(gradient.transpose(1, 2), x), gradient.sum(1)

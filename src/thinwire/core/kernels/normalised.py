@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.base import check_same_device, compiled
+from thinwire.core.kernels.base import check_dense, check_same_device, compiled
 from thinwire.core.kernels.reference import normalised as reference
 from thinwire.errors import ConfigError
 
@@ -176,7 +176,7 @@ def _rows(x: Tensor, gain: Tensor, shift: Tensor) -> tuple[int, int, int, int]:
     if not 0 < width < x.dim() or x.shape[:1] + x.shape[-width:] != own or shift.shape != own:
         raise ConfigError(f"{_shapes(x, gain, shift)}: must be [models, ..., n], and [models, n] twice")
     _check_filled(x)
-    _check_dense(x if x.stride(0) else x[0], gain, shift)
+    check_dense(x if x.stride(0) else x[0], gain, shift)
     return own[0], x.numel() // gain.numel(), gain.numel() // own[0], x.stride(0)
 
 
@@ -200,7 +200,7 @@ def _check_blocks(x: Tensor, gain: Tensor, shift: Tensor, axis: int) -> None:
         first = "models, samples" if axis == 0 else "samples, models"
         raise ConfigError(f"{_shapes(x, gain, shift)}: must be [{first}, channels, ...], and [models, channels] twice")
     _check_filled(x)
-    _check_dense(x.select(axis, 0) if x.stride(axis) == 0 else x, gain, shift)
+    check_dense(x.select(axis, 0) if x.stride(axis) == 0 else x, gain, shift)
 
 
 def _check_filled(x: Tensor) -> None:
@@ -217,15 +217,9 @@ def _check_gradient(gradient: Tensor, x: Tensor) -> None:
 
 def _check_moments(mean: Tensor, spread: Tensor, x: Tensor, shape: Sequence[int]) -> None:
     check_same_device(x, mean, spread)
-    _check_dense(mean, spread)
+    check_dense(mean, spread)
     if mean.shape != tuple(shape) or spread.shape != mean.shape:
         raise ConfigError(f"moments of {_shapes(mean, spread)}: must be {list(shape)}, as returned by the forward pass")
-
-
-def _check_dense(*tensors: Tensor) -> None:
-    for tensor in tensors:
-        if tensor.dtype != torch.float32 or not tensor.is_contiguous():
-            raise ConfigError(f"a tensor of {tensor.dtype}: must be contiguous and torch.float32")
 
 
 def _shapes(*tensors: Tensor) -> str:
