@@ -440,11 +440,7 @@ class _Assigning(SGD):
 
 @loop()
 def an_optimizer_that_assigns_p_data(kit: Kit) -> list[Tensor]:
-    model = net(kit)
-    optimizer = _Assigning(model.parameters(), lr=0.1)
-    kit.attach(model, optimizer)
-    steps(kit, model, optimizer)
-    return end(model)
+    return trained(kit, make=lambda model: _Assigning(model.parameters(), lr=0.1))
 
 
 class _Sam(Optimizer):
@@ -470,9 +466,7 @@ class _Sam(Optimizer):
 
 @loop()
 def sam_with_a_closure(kit: Kit) -> list[Tensor]:
-    model = net(kit)
-    optimizer = _Sam(model.parameters())
-    kit.attach(model, optimizer)
+    model, optimizer = begin(kit, make=lambda model: _Sam(model.parameters()))
     for step in range(STEPS):
         optimizer.zero_grad()
 
@@ -548,9 +542,7 @@ def a_step_of_the_class_replaced_after_attach(kit: Kit) -> list[Tensor]:
             for p in group["params"]:
                 p.sub_(p.grad, alpha=0.1)
 
-    model = net(kit)
-    optimizer = Own(model.parameters(), lr=0.1)
-    kit.attach(model, optimizer)
+    model, optimizer = begin(kit, make=lambda model: Own(model.parameters(), lr=0.1))
     steps(kit, model, optimizer, 1)
     Own.step = step  # type: ignore[method-assign, assignment]
     steps(kit, model, optimizer, 2, 1)
@@ -711,9 +703,7 @@ def a_model_moved_after_attach(kit: Kit) -> list[Tensor]:
 
 
 def _changed_later(kit: Kit, change: Callable[[nn.Module], object]) -> list[Tensor]:
-    model = net(kit)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
+    model, optimizer = begin(kit)
     steps(kit, model, optimizer, 3)
     change(model)
     steps(kit, model, optimizer, 3, 3)
@@ -723,30 +713,25 @@ def _changed_later(kit: Kit, change: Callable[[nn.Module], object]) -> list[Tens
 @loop(dtypes=FULL)
 def channels_last_after_the_first_steps(kit: Kit) -> list[Tensor]:
     model = fill(nn.Sequential(nn.Conv2d(1, 3, 2), nn.ReLU(), nn.Conv2d(3, 2, 1)), kit.rank)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
-    for step in range(STEPS):
-        x, _ = kit.batch(step)
-        optimizer.zero_grad()
-        kit.backward(model(x.view(-1, 1, 2, 2)).square().mean())
-        optimizer.step()
+
+    def change(step: int) -> None:
         if step == 2:
             model.to(memory_format=torch.channels_last)
-    return end(model)
+
+    return trained(
+        kit, model, loss=lambda step: model(kit.batch(step)[0].view(-1, 1, 2, 2)).square().mean(), after_step=change
+    )
 
 
 @loop()
 def gradients_assigned_through_data(kit: Kit) -> list[Tensor]:
     model = net(kit)
-    optimizer = sgd(model)
-    kit.attach(model, optimizer)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        kit.backward(loss_of(model, kit, step))
+
+    def clamp() -> None:
         for p in model.parameters():
             p.grad.data = p.grad.data.clamp(-0.2, 0.2)  # type: ignore[union-attr]
-        optimizer.step()
-    return end(model)
+
+    return trained(kit, model, before_step=clamp)
 
 
 @loop(refused={ALL: "no longer the model's"}, dtypes=FULL)

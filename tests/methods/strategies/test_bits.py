@@ -31,7 +31,6 @@ from thinwire.methods.strategies.gradients.bits import (
 )
 
 SQUARES = [10.0 * 0.93**t * (1 + 0.3 * (-1) ** t) for t in range(60)]
-WEIGHTS = st.lists(st.floats(1e-9, 1e3), min_size=1, max_size=30)
 
 
 def run(rule: Rule, squares: list[float], rates: list[float], *, share: float = 0.25) -> tuple[list[int], BitLedger]:
