@@ -79,9 +79,9 @@ class Groups:
         size: groups at the start.
         steps: optimizer steps of the run.
         options: of the ranks: `kills`, which of them end; `wrong`, called before they attach, to break something;
-            `pause`, how long a step takes at least; `last_view`, after which they take `steps` steps more, instead of
-            in all; `ends_by_store`, whether they end at the step that `test/end` in the store has; `traced`, whether
-            they keep the model after each step; `timeout`, of waits; `notice`, the steps between messages of a
+            `rate`, of the usual learning rate; `pause`, how long a step takes at least; `last_view`, after which they
+            take `steps` steps more, instead of in all; `ends_by_store`, whether they end at the step that `test/end` in
+            the store has; `traced`, whether they keep the model after each step; `timeout`, of waits; `notice`, the steps between messages of a
             `Notice`; `folder`, where all save if all leave, and from which they continue; `overflows`, the (group,
             rank, step) whose shard of a gradient overflows under a `GradScaler`; `small`, whether the second rank's
             shard is empty; `where`, how the groups meet, as arguments of `attach` (default: elastic, in this store).
@@ -176,6 +176,7 @@ def _train(environment: dict[str, str], number: int, recipe: str, steps: int, op
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = momentum(model)
+    optimizer.param_groups[0]["lr"] *= options.get("rate", 1.0)
     overflows: set[tuple[int, int, int]] | None = options.get("overflows")
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=overflows is not None)
     timeout = options.get("timeout", 10.0)

@@ -245,7 +245,8 @@ def test_ranks_that_decide_alone_would_keep_one_shard_of_a_round() -> None:
     fast_where(lambda recipe: recipe in (RECIPES[2], OVERLAPPED[1]), (*RECIPES, CODED, IN_FRAGMENTS, *OVERLAPPED)),
 )
 def test_a_new_group_joins_in_place_of_a_lost_one(recipe: str) -> None:
-    groups = Groups(recipe, 2, steps=12, last_view=2, pause=0.02)
+    # At the usual rate, outer steps of one group alone diverge in about 30 steps, while the new one starts.
+    groups = Groups(recipe, 2, steps=12, last_view=2, pause=0.02, rate=0.1)
     groups.until(1, 4)
     groups.kill(0, 1)
     groups.start()
