@@ -146,6 +146,23 @@ def test_what_has_replaced_a_step_is_there_again_after_detach() -> None:
     assert calls == [0, 1, 2, 3]
 
 
+def test_a_step_that_is_replaced_late_is_refused_after_a_consensus() -> None:
+    def work(comm: Comm) -> None:
+        worker = steps(attach(comm, LocalSGD(2)), batches(comm.rank, 4))
+
+        def halve() -> None:
+            for p in worker.model.parameters():
+                p.data.mul_(0.5)
+
+        vars(worker.optimizer)["step"] = halve
+        with worker.consensus():
+            pass
+        steps(worker, batches(comm.rank, 1))
+
+    for text in endings(2, work):
+        assert "halve is in place of optimizer.step" in text
+
+
 class Failing(torch.optim.SGD):
     """An optimizer whose second step fails once."""
 

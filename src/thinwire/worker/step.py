@@ -92,7 +92,11 @@ class Step:
         self._look_at_step()
 
     def check_start(self) -> None:
-        """Before the first step, start again from weights that all ranks have loaded since `attach`, or refuse them."""
+        """Before the first step, start again from weights that all ranks have loaded since `attach`, or refuse them.
+
+        Later, look for a function in place of `optimizer.step`.
+        """
+        self._look_at_step()
         if self._first_steps is not None:
             self._first_steps.check_start(self._worker, begins=False)
 
@@ -101,7 +105,7 @@ class Step:
         self._begun = -1
 
     def _look_at_step(self, *_: object) -> None:
-        """In the first steps, watch a function in place of `optimizer.step` until it has run the hooks.
+        """In the first steps, and after a consensus, watch a function in place of `optimizer.step` until it runs hooks.
 
         Schedulers, scalers and profilers put one there that calls the optimizer's own step.
         """
