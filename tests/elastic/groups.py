@@ -81,10 +81,11 @@ class Groups:
         options: of the ranks: `kills`, which of them end; `wrong`, called before they attach, to break something;
             `rate`, of the usual learning rate; `pause`, how long a step takes at least; `last_view`, after which they
             take `steps` steps more, instead of in all; `ends_by_store`, whether they end at the step that `test/end` in
-            the store has; `traced`, whether they keep the model after each step; `timeout`, of waits; `notice`, the steps between messages of a
-            `Notice`; `folder`, where all save if all leave, and from which they continue; `overflows`, the (group,
-            rank, step) whose shard of a gradient overflows under a `GradScaler`; `small`, whether the second rank's
-            shard is empty; `where`, how the groups meet, as arguments of `attach` (default: elastic, in this store).
+            the store has; `traced`, whether they keep the model after each step; `timeout`, of waits; `notice`, the
+            steps between messages of a `Notice`; `folder`, where all save if all leave, and from which they continue;
+            `overflows`, the (group, rank, step) whose shard of a gradient overflows under a `GradScaler`; `small`,
+            whether the second rank's shard is empty; `where`, how the groups meet, as arguments of `attach` (default:
+            elastic, in this store).
     """
 
     def __init__(self, recipe: str, size: int, *, steps: int, **options: Any) -> None:
