@@ -110,6 +110,7 @@ UNKNOWN: list[str] = [
     "Paced()",
     "Paced(LocalSGD(4), steps=(4, 1))",
     "Budget(OverlapLocalSGD())",
+    "Budget(CoCoD())",
     "Budget(DiLoCo(delay=4, mixing=0.5))",
     # Their rounds begin anew after each slow step.
     "SlowMo(OverlapLocalSGD())",

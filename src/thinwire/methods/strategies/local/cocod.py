@@ -76,7 +76,9 @@ class CoCoD(Strategy):
     def traits(self) -> Traits:
         """See `Traits`."""
         return Traits(
-            period=self.period, rounds=Rounds(postpones=True), lr_factor=1.0 if sends_all(self.codec) else None
+            period=self.period,
+            rounds=Rounds(delay=self.period, postpones=True),
+            lr_factor=1.0 if sends_all(self.codec) else None,
         )
 
     def __post_init__(self) -> None:
