@@ -10,6 +10,7 @@ it continues when every rank is at the barrier.
 """
 
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,9 +21,17 @@ from thinwire.core.kernels.decisions import decide
 from thinwire.core.replica.point_to_point import number, on_message, open_mailbox, others
 from thinwire.core.replica.replica import Replica
 from thinwire.core.replica.rounds import Answers, GoOn, RoundBudget
-from thinwire.methods.strategies.base import At
-from thinwire.methods.strategies.leader.election import broadcast_leader, elect_or_warn, local_score, record_loss
-from thinwire.methods.strategies.leader.leader import LeaderSGD
+from thinwire.core.validation import check_ranges
+from thinwire.methods.strategies.base import At, Strategy
+from thinwire.methods.strategies.leader.election import (
+    ScoreSource,
+    broadcast_leader,
+    elect_or_warn,
+    init_scores,
+    leader_or_mean,
+    local_score,
+    record_loss,
+)
 from thinwire.methods.strategies.traits import Traits
 from thinwire.registry import registered
 
@@ -30,7 +39,7 @@ _STEP, _BARRIER = 1, 2  # topics of the mailbox
 
 
 @registered
-class AsyncLeaderSGD(LeaderSGD):
+class AsyncLeaderSGD(Strategy):
     r"""Leader SGD whose rounds are $n\tau$ steps of all workers together: fast ones take more of them.
 
     After each step a worker asks rank 0, which counts while it trains, how many steps the round has had. At the end of
@@ -76,6 +85,12 @@ class AsyncLeaderSGD(LeaderSGD):
         [0.0, 2.0]
     """
 
+    period: int = 16
+    pull: float = 0.1
+    metric: ScoreSource = "window"
+    result: Literal["leader", "mean"] = "mean"
+
+    paper = "Teng et al., Leader Stochastic Gradient Descent, NeurIPS 2019, arXiv:1905.10395"
     waits = "once a round, all wait for the steps that have begun and for the leader's parameters"
     limits = "results depend on timing; every worker takes a step between evaluations; all as many before checkpoints"
 
@@ -89,9 +104,16 @@ class AsyncLeaderSGD(LeaderSGD):
             on_resize="start",
         )
 
+    def __post_init__(self) -> None:
+        check_ranges(
+            self,
+            period=("1..", "16 is usual"),
+            pull=("[0, 1]", "0.1 is usual"),
+        )
+
     def start(self, r: Replica) -> None:
         """Open the mailbox; rank 0 begins to count."""
-        super().start(r)
+        init_scores(r, self.metric, self.period)
         r.state["round"] = torch.zeros((), dtype=torch.int64, device="cpu")
         r.state["own_steps"] = torch.zeros((), dtype=torch.int64, device="cpu")
         if r.comm.size == 1:
@@ -118,7 +140,7 @@ class AsyncLeaderSGD(LeaderSGD):
     def average(self, r: Replica, at: At = "now") -> Tensor:
         """Return the current leader's parameters or the mean of all workers, depending on `result`."""
         r.wait_pending()
-        return super().average(r, at)
+        return Strategy.average(self, r, at) if self.result == "mean" else leader_or_mean(self, r, at, self.metric)
 
     def _follow_(self, r: Replica) -> None:
         """End the round: elect the leader, and pull towards it."""
