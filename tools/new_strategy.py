@@ -24,9 +24,10 @@ METHOD = '''\
 """Average the parameters every few steps."""
 
 from functools import cached_property
+from typing import Annotated
 
 from thinwire.core.replica.replica import Replica
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.methods.reduce.compressed_all_reduce import mean_
 from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.strategies.traits import Traits
@@ -64,7 +65,7 @@ class NAME(Strategy):
         [-1.0, -1.0]
     """
 
-    period: int = 8
+    period: Annotated[int, Range("1..", "8 is usual")] = 8
 
     paper = "PAPER"
     waits = "every `period` steps all workers wait for one all-reduce"
@@ -74,9 +75,6 @@ class NAME(Strategy):
     def traits(self) -> Traits:
         """See `Traits`."""
         return Traits(period=self.period, lr_factor=None)
-
-    def __post_init__(self) -> None:
-        check_ranges(self, period=("1..", "8 is usual"))
 
     def after_step(self, r: Replica) -> None:
         """Average the parameters at the end of a period."""

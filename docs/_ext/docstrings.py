@@ -2,7 +2,8 @@
 """Mathematics in docstrings for autodoc: `$x$` and `$$x$$` become roles and directives. Links to public names."""
 
 import re
-from typing import Any
+from contextlib import suppress
+from typing import Any, get_type_hints
 
 from docutils import nodes
 from sphinx.addnodes import pending_xref
@@ -35,6 +36,12 @@ def _process(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines:
     lines[:] = translate("\n".join(lines)).split("\n")
 
 
+def _leave_out_ranges(app: Sphinx, thing: Any, bound: bool) -> None:
+    """Show the types of fields in signatures without the ranges of their annotations."""
+    with suppress(AttributeError, NameError, TypeError):
+        thing.__annotations__ = get_type_hints(thing)
+
+
 def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.TextElement) -> nodes.Node | None:
     """Resolve a reference to a name in the module that defines it, as a link to where the name is public."""
     home, _, name = str(node.get("reftarget", "")).rpartition(".")
@@ -50,5 +57,6 @@ def setup(app: Sphinx) -> ExtensionMetadata:
     """Connect the handlers."""
     # Before napoleon, whose priority is 500.
     app.connect("autodoc-process-docstring", _process, priority=400)
+    app.connect("autodoc-before-process-signature", _leave_out_ranges)
     app.connect("missing-reference", resolve)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

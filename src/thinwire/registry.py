@@ -14,7 +14,7 @@ from pkgutil import walk_packages
 from threading import RLock
 from typing import Any, TypeVar, dataclass_transform
 
-from thinwire.core.validation import check_field_types
+from thinwire.core.validation import check_fields
 from thinwire.errors import ConfigError
 
 T = TypeVar("T")
@@ -30,14 +30,16 @@ _PARSING, _TRIES = RLock(), 4
 
 @dataclass_transform(frozen_default=True)
 def registered(kind: type[T]) -> type[T]:
-    """Turn a class into a frozen dataclass with checked field types, and let recipes name it.
+    """Turn a class into a frozen dataclass with checked fields, and let recipes name it.
 
-    Its repr is the recipe. `__post_init__`, if defined, runs after the types are checked. The repr of a class that is
-    defined outside thinwire contains its module, so that another process can read it. Recipes may leave the module out
-    while it is imported and no other class has the same name.
+    Its repr is the recipe. Fields must have the types of their annotations, and lie in their `Range`; `__post_init__`,
+    if defined, runs afterwards. The repr of a class that is defined outside thinwire contains its module, so that
+    another process can read it. Recipes may leave the module out while it is imported and no other class has the same
+    name.
 
     Raises:
-        ConfigError: another class of thinwire has this name, or a field of a new instance has the wrong type.
+        ConfigError: another class of thinwire has this name, or a field of a new instance has the wrong type or is out
+            of its range.
 
     Example:
         >>> import thinwire
@@ -55,8 +57,8 @@ def registered(kind: type[T]) -> type[T]:
     check: Callable[[Any], None] | None = getattr(kind, "__post_init__", None)
 
     def __post_init__(self: Any) -> None:
-        """Check the types of the fields."""
-        check_field_types(self)
+        """Check the types and ranges of the fields."""
+        check_fields(self)
         if check is not None:
             check(self)
 

@@ -5,28 +5,61 @@ from dataclasses import fields
 from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from thinwire.errors import ConfigError
 
 _DESCRIPTIONS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "True or False", NoneType: "None"}
 
-# Resolving annotations compiles their text, so it is done once per class.
-_hints = cache(get_type_hints)
+
+class Range(NamedTuple):
+    """The range of a field, in its annotation.
+
+    Attributes:
+        within: the range, as in `check_range`. It may name other fields, as in "1..{period}".
+        fix: the end of the error, as in `check_range`. It may name other fields too.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> from typing import Annotated
+        >>> @dataclass(frozen=True)
+        ... class Delayed:
+        ...     period: Annotated[int, Range("1..", "8 is usual")] = 8
+        ...     delay: Annotated[int, Range("0..{period}", "0 waits for the mean")] = 0
+        >>> check_fields(Delayed(delay=9))
+        Traceback (most recent call last):
+            ...
+        thinwire.errors.ConfigError: delay=9: must lie in 0..8. 0 waits for the mean
+    """
+
+    within: str
+    fix: str
 
 
-def check_field_types(recipe: Any) -> None:
-    """Check that every field of a dataclass has the type of its annotation.
+@cache  # resolving annotations compiles their text
+def _annotations(kind: type) -> dict[str, tuple[Any, Range | None]]:
+    """Return the type of each field, and its range if it has one."""
+    hints, full = get_type_hints(kind), get_type_hints(kind, include_extras=True)
+    ranges = {name: [each for each in get_args(hint) if isinstance(each, Range)] for name, hint in full.items()}
+    return {name: (hint, ranges[name][0] if ranges[name] else None) for name, hint in hints.items()}
+
+
+def check_fields(recipe: Any) -> None:
+    """Check that every field of a dataclass has the type of its annotation, and lies in its range.
 
     Raises:
-        ConfigError: with the first wrong field, its value and the expected type.
+        ConfigError: with the first wrong field, its value, and the expected type or range.
     """
-    name, hints = type(recipe).__name__, _hints(type(recipe))
+    name, annotations = type(recipe).__name__, _annotations(type(recipe))
     for field in fields(recipe):
-        value, hint = getattr(recipe, field.name), hints[field.name]
+        value, (hint, _) = getattr(recipe, field.name), annotations[field.name]
         if not _fits(value, hint):
             fix = f". Write {value.__name__}()" if isinstance(value, type) else ""
             raise ConfigError(f"{name}({field.name}={value!r}): {field.name} must be {_describe(hint)}{fix}")
+    for field in fields(recipe):
+        if (limits := annotations[field.name][1]) is not None:
+            within, fix = (text.format_map(vars(recipe)) for text in limits)
+            check_range(field.name, getattr(recipe, field.name), within, fix)
 
 
 def check_number(name: str, value: object, *, whole: bool = False) -> None:

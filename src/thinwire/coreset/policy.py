@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thinwire.core.validation import check_field_types, check_ranges
+from thinwire.core.validation import check_fields, check_ranges
 from thinwire.coreset.proxies import LastLayer, Read, features, head_of, last_layer
 from thinwire.coreset.subset import Strata, Subset
 from thinwire.errors import ConfigError
@@ -93,7 +93,7 @@ class Policy(ABC):
         Raises:
             ConfigError: with the value, the rule and the fix.
         """
-        check_field_types(self)
+        check_fields(self)
         check_ranges(
             self,
             fraction=("(0, 1]", "0.1 is usual"),

@@ -10,7 +10,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from thinwire.core.comm.work import Work
-from thinwire.core.validation import check_field_types
+from thinwire.core.validation import check_fields
 from thinwire.errors import ConfigError
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class Panels:
 
     def __post_init__(self) -> None:
         """Check the kinds and the range."""
-        check_field_types(self)
+        check_fields(self)
         if self.count < 1:
             raise ConfigError(f"count={self.count}: must be at least one panel. Use 1 to gather in one message")
 

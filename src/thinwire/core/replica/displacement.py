@@ -5,11 +5,17 @@ In units of the gradient, the momentum stays valid when the learning rate change
 is added, and the momentum only decays.
 """
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from thinwire.core.validation import Range
 from thinwire.errors import ConfigError
+
+Momentum = Annotated[float, Range("[0, 1)", "0.9 is usual")]
+"""A momentum that decays."""
 
 
 def descend_(x: Tensor, direction: Tensor, lr: float | Tensor, factor: float = 1.0) -> Tensor:
@@ -26,16 +32,6 @@ def accumulate_(momentum: Tensor, displacement: Tensor, lr: float | Tensor, *, k
         # `where` also computes add / 0, and discards it.
         return momentum.addcmul_(displacement, torch.where(lr > 0, add / lr, 0.0))
     return momentum.add_(displacement, alpha=add / lr) if lr > 0 else momentum
-
-
-def check_momentum(momentum: float) -> None:
-    """Check that a momentum decays.
-
-    Raises:
-        ConfigError: the momentum is not in [0, 1).
-    """
-    if not 0 <= momentum < 1:
-        raise ConfigError(f"momentum={momentum}: must lie in [0, 1). 0.9 is usual")
 
 
 def refuse_momentum(optimizer: Optimizer, recipe: object, otherwise: str) -> None:

@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from thinwire.core.comm.base import Comm
 from thinwire.core.comm.work import Interval
 from thinwire.core.replica.flat import copy_each_, flatten, lay_out, views
-from thinwire.core.validation import check_field_types
+from thinwire.core.validation import check_fields
 from thinwire.errors import ConfigError, PeerLostError
 from thinwire.lab.runs.engine import ThinwireEngine
 
@@ -207,7 +207,7 @@ class Baseline(ABC):
             KINDS[cls.name] = cls
 
     def __post_init__(self) -> None:
-        check_field_types(self)
+        check_fields(self)
 
     def check(self, size: int) -> None:
         """Accept any number of workers."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Annotated
 
 from torch import Tensor
 
 from thinwire.core.comm.members import check_nodes
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, CodecTraits, CodecWrapper
 from thinwire.methods.codecs.cast import Bf16
@@ -43,10 +44,9 @@ class BetweenNodes(CodecWrapper):
     """
 
     codec: Codec = Bf16()
-    node_size: int = 2
+    node_size: Annotated[int, Range("1..", "Use the number of ranks of a machine")] = 2
 
     def __post_init__(self) -> None:
-        check_ranges(self, node_size=("1..", "Use the number of ranks of a machine"))
         if isinstance(self.codec, BetweenNodes):
             raise ConfigError(f"codec={self.codec}: nested nodes are not supported. Use its codec")
 

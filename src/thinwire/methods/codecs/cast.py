@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from thinwire.core.kernels import decode_fp8, encode_fp8
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.methods.codecs.base import Codec, CodecTraits, State
 from thinwire.registry import registered
 
@@ -121,10 +121,7 @@ class Fp8(Codec):
     """
 
     kind: Literal["e4m3", "e5m2"] = "e4m3"
-    block: int = 2048
-
-    def __post_init__(self) -> None:
-        check_ranges(self, block=("1..", "2048 is usual"))
+    block: Annotated[int, Range("1..", "2048 is usual")] = 2048
 
     @cached_property
     def traits(self) -> CodecTraits:

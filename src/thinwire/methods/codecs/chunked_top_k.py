@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from thinwire.core.kernels import add_chunks_, chunk_kept, chunked_nbytes, encode_chunks_
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.methods.codecs.base import Codec, CodecTraits, State
 from thinwire.registry import registered
 
@@ -46,17 +47,9 @@ class ChunkedTopK(Codec):
         141.24137931034483
     """
 
-    kept: int = 64
-    chunk: int = 4096
-    bits: int = 2
-
-    def __post_init__(self) -> None:
-        check_ranges(
-            self,
-            chunk=(f"2..{_MOST_CHUNK}", "4096 is usual"),
-            kept=(f"1..{self.chunk}", "64 of 4096 is usual"),
-            bits=("1..8", "Use TopK() for values in fp32"),
-        )
+    kept: Annotated[int, Range("1..{chunk}", "64 of 4096 is usual")] = 64
+    chunk: Annotated[int, Range(f"2..{_MOST_CHUNK}", "4096 is usual")] = 4096
+    bits: Annotated[int, Range("1..8", "Use TopK() for values in fp32")] = 2
 
     @cached_property
     def traits(self) -> CodecTraits:

@@ -7,13 +7,13 @@ import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from thinwire.core.kernels import all_finite, as_fp32
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, CodecTraits, CodecWrapper, State
 from thinwire.methods.codecs.one_bit import OneBit
@@ -63,11 +63,10 @@ class ErrorFeedback(CodecWrapper):
     """
 
     codec: Codec = OneBit()
-    decay: float = 1.0
+    decay: Annotated[float, Range("(0, 1]", "1 keeps the whole residual")] = 1.0
     residual: Literal["fp32", "model"] = "fp32"
 
     def __post_init__(self) -> None:
-        check_ranges(self, decay=("(0, 1]", "1 keeps the whole residual"))
         inner = self.codec.traits
         if inner.keeps_residual:
             raise ConfigError(f"codec={self.codec}: it already has error feedback. Use it without ErrorFeedback")

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from thinwire.core.kernels import decode_rounded_, encode_rounded_, quantized_nbytes, sum_rounded_
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.methods.codecs.base import (
     Codec,
     CodecTraits,
@@ -53,11 +54,10 @@ class Nearest(Codec):
         ([3.0, -1.0, 1.0, -3.0], 1536)
     """
 
-    bits: int = 4
+    bits: Annotated[int, Range("1..8", "Use Bf16() for more")] = 4
     block: int = 2048
 
     def __post_init__(self) -> None:
-        check_ranges(self, bits=("1..8", "Use Bf16() for more"))
         check_multiple_of_8("block", self.block, 2048)
 
     @cached_property

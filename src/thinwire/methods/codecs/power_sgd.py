@@ -8,12 +8,13 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
 from threading import Lock
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from thinwire.core.kernels import uniform
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.methods.codecs.base import MATRIX_TRAITS, CodecTraits, Matrix, MatrixCodec, Rounds, State, draw_key
 from thinwire.registry import registered
 
@@ -63,11 +64,8 @@ class PowerSGD(MatrixCodec):
         [-1.5, -1.5]
     """
 
-    rank: int = 4
-    min_ratio: float = 2.0
-
-    def __post_init__(self) -> None:
-        check_ranges(self, rank=("1..", "1 to 4 are usual"), min_ratio=("[0, inf)", "2 is usual"))
+    rank: Annotated[int, Range("1..", "1 to 4 are usual")] = 4
+    min_ratio: Annotated[float, Range("[0, inf)", "2 is usual")] = 2.0
 
     @cached_property
     def traits(self) -> CodecTraits:

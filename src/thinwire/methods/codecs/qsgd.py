@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from thinwire.core.kernels import dequantize_, quantize_, quantized_nbytes
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.methods.codecs.base import Codec, CodecTraits, State, check_multiple_of_8
 from thinwire.registry import registered
 
@@ -43,11 +44,10 @@ class QSGD(Codec):
         ([2.0, 2.0], 448)
     """
 
-    bits: int = 4
+    bits: Annotated[int, Range("2..8", "Use OneBit() for one")] = 4
     bucket: int = 512
 
     def __post_init__(self) -> None:
-        check_ranges(self, bits=("2..8", "Use OneBit() for one"))
         check_multiple_of_8("bucket", self.bucket, 512)
 
     @cached_property

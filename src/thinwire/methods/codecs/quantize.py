@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from thinwire.core.kernels import dequantize_, quantize_, quantized_nbytes
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.methods.codecs.base import Codec, CodecTraits, DrawKey, State, check_multiple_of_8
 from thinwire.registry import registered
 
@@ -48,13 +49,12 @@ class Quantize(Codec):
         ([3.0, -1.0], 1792)
     """
 
-    bits: int = 4
+    bits: Annotated[int, Range("1..8", "Use Bf16() for more")] = 4
     block: int = 2048
     dither: bool = False
     correlated: bool = False
 
     def __post_init__(self) -> None:
-        check_ranges(self, bits=("1..8", "Use Bf16() for more"))
         check_multiple_of_8("block", self.block, 2048)
 
     @cached_property

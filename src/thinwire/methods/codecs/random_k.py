@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from functools import cached_property
 from math import ceil
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from thinwire.core.kernels import as_fp32, take, top_k, uniform
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.methods.codecs.base import Codec, CodecTraits, State
 from thinwire.registry import registered
 
@@ -39,11 +40,8 @@ class RandomK(Codec):
         ([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 4.0, 4.0], 8)
     """
 
-    fraction: float = 0.01
+    fraction: Annotated[float, Range("(0, 1]", "0.01 is usual")] = 0.01
     unbiased: bool = True
-
-    def __post_init__(self) -> None:
-        check_ranges(self, fraction=("(0, 1]", "0.01 is usual"))
 
     @cached_property
     def traits(self) -> CodecTraits:

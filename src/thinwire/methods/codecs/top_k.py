@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from functools import cached_property
 from math import ceil
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from thinwire.core.kernels import as_fp32, join, pack_indices, packed_nbytes, take, top_k, unpack_indices
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.methods.codecs.base import Codec, CodecTraits, State
 from thinwire.registry import registered
 
@@ -40,10 +41,7 @@ class TopK(Codec):
         [0.0, -3.0, 2.0, 0.0]
     """
 
-    fraction: float = 0.01
-
-    def __post_init__(self) -> None:
-        check_ranges(self, fraction=("(0, 1]", "0.01 is usual"))
+    fraction: Annotated[float, Range("(0, 1]", "0.01 is usual")] = 0.01
 
     @cached_property
     def traits(self) -> CodecTraits:

@@ -4,8 +4,9 @@
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import combinations
+from typing import Annotated
 
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.methods.topology.base import Peers, Topology
 from thinwire.registry import registered
 
@@ -42,10 +43,7 @@ class BaseGraph(Topology):
         [(1,), (2,), (1,), (3,)]
     """
 
-    degree: int = 1
-
-    def __post_init__(self) -> None:
-        check_ranges(self, degree=("1..", "1 sends least"))
+    degree: Annotated[int, Range("1..", "1 sends least")] = 1
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
         """Return this step's partners, with the weights of their edges."""

@@ -2,9 +2,9 @@
 """Graphs of exponentially growing hops around a circle: few messages reach all ranks in log(n) steps."""
 
 from functools import lru_cache
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.errors import ConfigError
 from thinwire.methods.topology.base import Peers, Topology, uniform
 from thinwire.registry import registered
@@ -64,10 +64,7 @@ class SymmetricExponential(Topology):
         (1, 2, 4, 6, 7)
     """
 
-    base: int = 2
-
-    def __post_init__(self) -> None:
-        check_ranges(self, base=("2..", "Use Complete() to reach all ranks"))
+    base: Annotated[int, Range("2..", "Use Complete() to reach all ranks")] = 2
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
         """Return the ranks at all hops of at most half the circle, ahead and behind."""
@@ -97,10 +94,7 @@ class PPeerExponential(Topology):
         [(1, 2), (3, 6)]
     """
 
-    degree: int = 2
-
-    def __post_init__(self) -> None:
-        check_ranges(self, degree=("1..", "1 sends least"))
+    degree: Annotated[int, Range("1..", "1 sends least")] = 2
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
         """Return the ranks j (p+1)^i ahead, for the i of this step, and those as far behind."""

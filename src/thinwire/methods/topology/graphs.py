@@ -3,9 +3,9 @@
 
 from functools import lru_cache
 from math import gcd, isqrt, lcm
-from typing import Literal
+from typing import Annotated, Literal
 
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.errors import ConfigError
 from thinwire.methods.topology.base import Peers, Topology, uniform, weighted
 from thinwire.methods.topology.exponential import OnePeerExponential
@@ -163,17 +163,10 @@ class Hierarchical(Topology):
         [(0, 2, 3), (5,)]
     """
 
-    node_size: int = 4
+    node_size: Annotated[int, Range("1..", "Use the number of ranks of a machine")] = 4
     inside: Topology = Complete()
     between: Topology = OnePeerExponential()
-    every: int = 2
-
-    def __post_init__(self) -> None:
-        check_ranges(
-            self,
-            node_size=("1..", "Use the number of ranks of a machine"),
-            every=("2..", f"With 1 no step would be within a node: use {self.between} for that"),
-        )
+    every: Annotated[int, Range("2..", "With 1 no step would be within a node: use {between} for that")] = 2
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
         """Return ranks of the same node, or ranks with the same position in other nodes."""

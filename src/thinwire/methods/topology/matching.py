@@ -3,8 +3,9 @@
 
 from functools import lru_cache
 from hashlib import blake2b
+from typing import Annotated
 
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.methods.topology.base import Peers, Topology, uniform
 from thinwire.registry import registered
 
@@ -30,10 +31,7 @@ class RandomMatching(Topology):
     """
 
     seed: int = 0
-    draws: int = 32
-
-    def __post_init__(self) -> None:
-        check_ranges(self, draws=("1..", "32 is usual"))
+    draws: Annotated[int, Range("1..", "32 is usual")] = 32
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
         """Return the partner of this step, if any."""

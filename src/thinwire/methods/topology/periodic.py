@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from thinwire.core.validation import check_ranges
+from typing import Annotated
+
+from thinwire.core.validation import Range
 from thinwire.methods.topology.base import Peers, Topology
 from thinwire.methods.topology.exponential import OnePeerExponential
 from thinwire.registry import registered
@@ -33,10 +35,7 @@ class Periodic(Topology):
     """
 
     topology: Topology = OnePeerExponential()
-    every: int = 4
-
-    def __post_init__(self) -> None:
-        check_ranges(self, every=("1..", "1 is the graph itself"))
+    every: Annotated[int, Range("1..", "1 is the graph itself")] = 4
 
     def check(self, size: int) -> None:
         """Run the check of the graph."""

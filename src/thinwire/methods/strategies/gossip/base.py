@@ -8,9 +8,8 @@ from functools import cached_property
 
 from torch.optim import Optimizer
 
-from thinwire.core.replica.displacement import check_momentum, refuse_momentum
+from thinwire.core.replica.displacement import Momentum, refuse_momentum
 from thinwire.core.replica.replica import Replica
-from thinwire.core.validation import check_field_types
 from thinwire.errors import ConfigError
 from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.strategies.traits import Rounds, Traits
@@ -32,7 +31,7 @@ class DecentralisedMomentum(Strategy):
     """
 
     topology: Topology
-    momentum: float
+    momentum: Momentum
 
     @cached_property
     def traits(self) -> Traits:
@@ -40,10 +39,6 @@ class DecentralisedMomentum(Strategy):
         # Each worker mixes before its step ends, and nothing is in flight after it.
         rounds = Rounds(estimates=True)
         return Traits(topology=self.topology, rounds=rounds, lr_factor=1 / (1 - self.momentum))
-
-    def __post_init__(self) -> None:
-        check_field_types(self)
-        check_momentum(self.momentum)
 
     @property
     def differences(self) -> Callable[[float], Disagreement] | None:

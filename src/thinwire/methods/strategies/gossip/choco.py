@@ -2,12 +2,13 @@
 """Gossip with compressed messages: neighbors keep copies, and workers send compressed changes to these."""
 
 from functools import cached_property
+from typing import Annotated
 
 import torch
 from torch.optim import Optimizer
 
 from thinwire.core.replica.replica import Replica
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, check_payloads, check_sizes, draw_key
 from thinwire.methods.codecs.feedback import ErrorFeedback
@@ -69,7 +70,7 @@ class Choco(Strategy):
 
     topology: Topology = Ring()
     codec: Codec = OneBit()
-    step_size: float = 0.3
+    step_size: Annotated[float, Range("(0, 1]", "0.3 is a start for OneBit()")] = 0.3
 
     paper = "Koloskova, Stich and Jaggi, Decentralized ... with Compressed Communication, ICML 2019, arXiv:1902.00340"
     waits = "at every step each worker waits for the messages of its neighbors"
@@ -83,7 +84,6 @@ class Choco(Strategy):
         return Traits(topology=self.topology, on_resize="start", feeds_back=True)
 
     def __post_init__(self) -> None:
-        check_ranges(self, step_size=("(0, 1]", "0.3 is a start for OneBit()"))
         check_payloads(self.codec)
         check_sizes(self.codec)
         if isinstance(self.codec, ErrorFeedback):

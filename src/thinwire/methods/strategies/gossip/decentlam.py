@@ -4,7 +4,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from thinwire.core.replica.displacement import accumulate_, descend_
+from thinwire.core.replica.displacement import Momentum, accumulate_, descend_
 from thinwire.core.replica.replica import Replica
 from thinwire.methods.reduce.compressed_all_reduce import gossip_
 from thinwire.methods.strategies.gossip.base import DecentralisedMomentum
@@ -51,7 +51,7 @@ class DecentLaM(DecentralisedMomentum):
     """
 
     topology: Topology = Ring()
-    momentum: float = 0.9
+    momentum: Momentum = 0.9
     nesterov: bool = False
 
     paper = "Yuan et al., DecentLaM: Decentralized Momentum SGD for Large-batch ..., ICCV 2021, arXiv:2104.11981"

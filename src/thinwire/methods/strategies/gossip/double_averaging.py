@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mix parameters and momentum with neighbors."""
 
-from thinwire.core.replica.displacement import accumulate_, descend_
+from thinwire.core.replica.displacement import Momentum, accumulate_, descend_
 from thinwire.core.replica.replica import Replica
 from thinwire.methods.reduce.compressed_all_reduce import gossip_
 from thinwire.methods.strategies.gossip.base import DecentralisedMomentum
@@ -52,7 +52,7 @@ class DoubleAveraging(DecentralisedMomentum):
     """
 
     topology: Topology = Ring()
-    momentum: float = 0.9
+    momentum: Momentum = 0.9
 
     paper = "Yu, Jin and Yang, On the Linear Speedup Analysis of ... Momentum SGD, ICML 2019, arXiv:1905.03817"
     waits = "at every step each worker waits for its neighbors of that step, for both parameters and momentum"

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from thinwire.core.replica.displacement import accumulate_, descend_
+from thinwire.core.replica.displacement import Momentum, accumulate_, descend_
 from thinwire.core.replica.replica import Replica
 from thinwire.methods.reduce.compressed_all_reduce import gossip_, mean_
 from thinwire.methods.strategies.gossip.base import DecentralisedMomentum
@@ -61,7 +61,7 @@ class ExactDiffusion(DecentralisedMomentum):
     """
 
     topology: Topology = Ring()
-    momentum: float = 0.9
+    momentum: Momentum = 0.9
 
     paper = "Hu et al., A Bias-Correction Decentralized ... Algorithm with Momentum Acceleration, arXiv:2501.19082"
     waits = "at every step each worker waits for its neighbors of that step"

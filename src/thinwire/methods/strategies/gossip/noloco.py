@@ -3,12 +3,13 @@
 
 from collections.abc import Callable
 from functools import cached_property
+from typing import Annotated
 
 import torch
 from torch.optim import Optimizer
 
 from thinwire.core.replica.replica import Replica
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.strategies.traits import Traits
 from thinwire.methods.topology.base import Topology
@@ -67,10 +68,10 @@ class NoLoCo(Strategy):
     """
 
     topology: Topology = RandomMatching()
-    period: int = 50
-    lr: float = 0.7
-    momentum: float = 0.5
-    pull: float | None = None
+    period: Annotated[int, Range("1..", "50 is usual")] = 50
+    lr: Annotated[float, Range("(0, inf)", "0.7 is usual")] = 0.7
+    momentum: Annotated[float, Range("[0, 1)", "0.5 is usual")] = 0.5
+    pull: Annotated[float | None, Range("(0, inf)", "Nothing else keeps workers together. None takes lr={lr}")] = None
 
     paper = "Kolehmainen et al., NoLoCo, 2025, arXiv:2506.10911"
     waits = "every `period` steps each worker waits for its partner of that round"
@@ -85,15 +86,6 @@ class NoLoCo(Strategy):
             lr_factor=self.lr / (1 - self.momentum),
             # Velocities and anchors belong to single workers.
             on_resize="start",
-        )
-
-    def __post_init__(self) -> None:
-        check_ranges(
-            self,
-            period=("1..", "50 is usual"),
-            lr=("(0, inf)", "0.7 is usual"),
-            momentum=("[0, 1)", "0.5 is usual"),
-            pull=("(0, inf)", f"Nothing else keeps workers together. None takes lr={self.lr}"),
         )
 
     @property

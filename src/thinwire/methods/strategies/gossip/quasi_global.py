@@ -2,10 +2,11 @@
 """Mix parameters with neighbors, with a momentum of the mixed parameters' displacement."""
 
 from collections.abc import Callable
+from typing import Annotated
 
-from thinwire.core.replica.displacement import accumulate_, descend_
+from thinwire.core.replica.displacement import Momentum, accumulate_, descend_
 from thinwire.core.replica.replica import Replica
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.methods.reduce.compressed_all_reduce import gossip_
 from thinwire.methods.strategies.gossip.base import DecentralisedMomentum
 from thinwire.methods.topology.base import Topology
@@ -58,9 +59,9 @@ class QuasiGlobal(DecentralisedMomentum):
     """
 
     topology: Topology = OnePeerExponential()
-    momentum: float = 0.9
+    momentum: Momentum = 0.9
     nesterov: bool = False
-    memory: float | None = None
+    memory: Annotated[float | None, Range("[0, 1)", "None takes the momentum's value")] = None
 
     paper = (
         "Lin et al., Quasi-Global Momentum: Accelerating Decentralized Deep Learning ..., ICML 2021, arXiv:2102.04761"
@@ -70,10 +71,6 @@ class QuasiGlobal(DecentralisedMomentum):
         "needs a smaller learning rate than heavy-ball momentum; workers hold different parameters between averages of "
         "all"
     )
-
-    def __post_init__(self) -> None:
-        DecentralisedMomentum.__post_init__(self)
-        check_ranges(self, memory=("[0, 1)", "None takes the momentum's value"))
 
     @property
     def kept(self) -> float:

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from math import inf, isinf, isnan, log2, nan
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from thinwire.core.validation import check_range, check_ranges
+from thinwire.core.validation import Range, check_range
 from thinwire.errors import ConfigError
 from thinwire.methods.strategies.gradients.bits import (
     LEAST,
@@ -176,24 +177,18 @@ class ErrorBound:
         most: the most bits per entry, at most 8; the first step takes these.
     """
 
-    error: float = 1e-3
+    error: Annotated[float, Range("(0, inf)", "1e-3 is usual")] = 1e-3
     steps: int = 1000
     smoothness: float = 1.0
     strong_convexity: float = 0.0
-    final_lr: float | None = None
-    margin: float = 0.5
+    final_lr: Annotated[float | None, Range("[0, inf)", "None for a constant rate")] = None
+    margin: Annotated[float, Range("[0, inf)", "0.5 is usual")] = 0.5
     least: int = LEAST
     most: int = MOST
 
     def __post_init__(self) -> None:
         _check_range(self.least, self.most)
         _check_steps(self.steps)
-        check_ranges(
-            self,
-            final_lr=("[0, inf)", "None for a constant rate"),
-            margin=("[0, inf)", "0.5 is usual"),
-            error=("(0, inf)", "1e-3 is usual"),
-        )
         if not 0 < self.smoothness < inf or not 0 <= self.strong_convexity <= self.smoothness:
             raise ConfigError(
                 f"smoothness={self.smoothness}, strong_convexity={self.strong_convexity}: the first must be positive "
@@ -258,7 +253,7 @@ class BitBudget:
 
     bits: float = 4.0
     steps: int = 1000
-    decay: float = 1.0
+    decay: Annotated[float, Range("(0, 1]", "Use 1 for non-convex functions")] = 1.0
     least: int = LEAST
     most: int = MOST
 
@@ -267,7 +262,6 @@ class BitBudget:
         _check_steps(self.steps)
         if not self.least <= self.bits <= self.most:
             raise ConfigError(f"bits={self.bits}: must lie between least={self.least} and most={self.most}")
-        check_ranges(self, decay=("(0, 1]", "Use 1 for non-convex functions"))
 
     def choose(self, ledger: BitLedger, step: Step) -> list[int]:
         """Return the number of bits for each part of the gradient."""

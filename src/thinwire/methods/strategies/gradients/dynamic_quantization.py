@@ -14,7 +14,7 @@ from thinwire.core.comm.work import Work
 from thinwire.core.kernels import all_finite
 from thinwire.core.kernels.decisions import decide, on_host
 from thinwire.core.replica.replica import Replica
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import check_range
 from thinwire.methods.codecs.base import check_multiple_of_8, draw_key
 from thinwire.methods.codecs.cast import Fp32
 from thinwire.methods.codecs.quantize import Quantize
@@ -108,14 +108,11 @@ class DQSGD(Strategy):
 
     def __post_init__(self) -> None:
         check_multiple_of_8("block", self.block, 2048)
-        check_ranges(
-            self,
-            answer=(
-                f"0..{MOST - self.rule.most}",
-                f"With the rule's {self.rule.most} bits codes have at most {MOST}. Let the rule have fewer, as in "
-                "BitBudget(most=7), or use None for the mean itself",
-            ),
+        fix = (
+            f"With the rule's {self.rule.most} bits codes have at most {MOST}. Let the rule have fewer, as in "
+            "BitBudget(most=7), or use None for the mean itself"
         )
+        check_range("answer", self.answer, f"0..{MOST - self.rule.most}", fix)
 
     def start(self, r: Replica) -> None:
         """Start with an empty ledger and no buckets."""

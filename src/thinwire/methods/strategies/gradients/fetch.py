@@ -5,15 +5,16 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Annotated
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.core.kernels.decisions import holds
-from thinwire.core.replica.displacement import check_momentum
+from thinwire.core.replica.displacement import Momentum
 from thinwire.core.replica.replica import Replica
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.errors import NonFiniteError
 from thinwire.methods.codecs.base import draw_key
 from thinwire.methods.strategies.base import Strategy
@@ -98,9 +99,9 @@ class FetchSGD(Strategy):
     fraction: float = 0.0003
     columns: int = 32
     rows: int = 5
-    momentum: float = 0.9
+    momentum: Momentum = 0.9
     conserving: bool = False
-    second_round: int = 4
+    second_round: Annotated[int, Range("1..", "4 is usual")] = 4
     lr_in_residual: bool = True
 
     paper = "Rothchild et al., FetchSGD, ICML 2020, arXiv:2007.07682"
@@ -119,8 +120,6 @@ class FetchSGD(Strategy):
 
     def __post_init__(self) -> None:
         check_table(self.fraction, self.columns, self.rows)
-        check_momentum(self.momentum)
-        check_ranges(self, second_round=("1..", "4 is usual"))
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
         """Check that the optimizer is SGD without momentum, because the strategy applies its own."""

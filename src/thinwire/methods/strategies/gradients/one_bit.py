@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from thinwire.core.comm.work import Work
 from thinwire.core.kernels import is_finite, read_flags
 from thinwire.core.kernels.decisions import decide, holds
 from thinwire.core.replica.replica import Replica
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, check_payloads, check_sizes, draw_key
 from thinwire.methods.codecs.feedback import resize_errors
@@ -87,9 +88,9 @@ class CompressedMomentum(Strategy):
     """
 
     codec: Codec = OneBit(norm="l2")
-    warmup_steps: int | None = 1000
-    settled: float = 0.04
-    max_norm: float | None = None
+    warmup_steps: Annotated[int | None, Range("1..", "The variance needs a step. A sixth of the run is usual")] = 1000
+    settled: Annotated[float, Range("(0, 1)", "0.04 is usual")] = 0.04
+    max_norm: Annotated[float | None, Range("(0, inf)", "1 is usual. None disables clipping")] = None
     rescale: bool = False
     overlap: bool = False
     feedback: bool = True
@@ -123,12 +124,6 @@ class CompressedMomentum(Strategy):
     def __post_init__(self) -> None:
         check_payloads(self.codec)
         check_sizes(self.codec)
-        check_ranges(
-            self,
-            warmup_steps=("1..", "The variance needs a step. A sixth of the run is usual"),
-            settled=("(0, 1)", "0.04 is usual"),
-            max_norm=("(0, inf)", "1 is usual. None disables clipping"),
-        )
         if self.overlap and self.max_norm is not None:
             raise ConfigError(
                 f"overlap=True, max_norm={self.max_norm}: the norm is only known after the backward pass, when the "

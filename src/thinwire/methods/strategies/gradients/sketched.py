@@ -3,16 +3,16 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.core.kernels import both, is_finite, read_flags, top_k
-from thinwire.core.replica.displacement import check_momentum
+from thinwire.core.replica.displacement import Momentum
 from thinwire.core.replica.replica import Replica
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.errors import CommError
 from thinwire.methods.codecs.base import draw_key
 from thinwire.methods.codecs.header import Header, codec_number, seal, unseal_all
@@ -100,11 +100,11 @@ class SketchedSGD(Strategy):
     fraction: float = 0.0003
     columns: int = 32
     rows: int = 5
-    second_round: int = 4
-    momentum: float = 0.9
+    second_round: Annotated[int, Range("0..", "4 finds nearly all coordinates")] = 4
+    momentum: Momentum = 0.9
     masking: bool = True
     lr_in_residual: bool = True
-    dense_below: int = 1024
+    dense_below: Annotated[int, Range("0..", "1024 is usual")] = 1024
     recovery: Literal["auto", "sketch", "gather"] = "auto"
 
     paper = "Ivkin et al., Communication-efficient Distributed SGD with Sketching, NeurIPS 2019, arXiv:1903.04488"
@@ -122,12 +122,6 @@ class SketchedSGD(Strategy):
 
     def __post_init__(self) -> None:
         check_table(self.fraction, self.columns, self.rows)
-        check_ranges(
-            self,
-            second_round=("0..", "4 finds nearly all coordinates"),
-            dense_below=("0..", "1024 is usual"),
-        )
-        check_momentum(self.momentum)
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
         """Check that the optimizer is SGD without momentum, because the strategy applies its own."""

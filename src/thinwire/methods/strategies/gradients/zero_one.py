@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Annotated
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -10,7 +11,7 @@ from torch.optim import Optimizer
 from thinwire.core.comm.work import Work
 from thinwire.core.kernels import all_finite
 from thinwire.core.replica.replica import Replica
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, check_payloads, check_sizes, draw_key
 from thinwire.methods.codecs.feedback import resize_errors
@@ -67,9 +68,9 @@ class ZeroOne(Strategy):
     """
 
     codec: Codec = OneBit(norm="l2")
-    variance_steps: int = 1000
-    variance_doubling: int = 16
-    local_doubling: int = 1000
+    variance_steps: Annotated[int, Range("1..", "1000 is usual")] = 1000
+    variance_doubling: Annotated[int, Range("1..", "16 is usual")] = 16
+    local_doubling: Annotated[int, Range("1..", "1000 is usual")] = 1000
     most_local: int = 16
 
     paper = "Lu et al., 0/1 Adam, ICLR 2023, arXiv:2202.06009"
@@ -90,12 +91,6 @@ class ZeroOne(Strategy):
     def __post_init__(self) -> None:
         check_payloads(self.codec)
         check_sizes(self.codec)
-        check_ranges(
-            self,
-            variance_steps=("1..", "1000 is usual"),
-            variance_doubling=("1..", "16 is usual"),
-            local_doubling=("1..", "1000 is usual"),
-        )
         if self.most_local < 1 or self.most_local & (self.most_local - 1):
             raise ConfigError(f"most_local={self.most_local}: must be a power of two, since gaps double. 16 is usual")
 

@@ -2,12 +2,12 @@
 """Train locally, and pull every worker towards the best one once per period."""
 
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 from torch import Tensor
 
 from thinwire.core.replica.replica import Replica
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.methods.strategies.base import At, Strategy
 from thinwire.methods.strategies.leader.election import (
     ScoreFunction,
@@ -65,8 +65,8 @@ class LeaderSGD(Strategy):
         [0.0, 3.0, 6.0]
     """
 
-    period: int = 16
-    pull: float = 0.1
+    period: Annotated[int, Range("1..", "16 is usual")] = 16
+    pull: Annotated[float, Range("[0, 1]", "0.1 is usual")] = 0.1
     metric: ScoreSource = "window"
     result: Literal["leader", "mean"] = "mean"
 
@@ -78,13 +78,6 @@ class LeaderSGD(Strategy):
     def traits(self) -> Traits:
         """See `Traits`."""
         return Traits(period=self.period, reads_loss=not isinstance(self.metric, ScoreFunction))
-
-    def __post_init__(self) -> None:
-        check_ranges(
-            self,
-            pull=("[0, 1]", "0.1 is usual"),
-            period=("1..", "16 is usual"),
-        )
 
     def start(self, r: Replica) -> None:
         """Allocate the losses."""

@@ -2,13 +2,14 @@
 """Add a pull towards the best worker to every gradient."""
 
 from functools import cached_property
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from thinwire.core.replica.displacement import descend_
 from thinwire.core.replica.replica import Replica
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.methods.strategies.base import At, Strategy
 from thinwire.methods.strategies.leader.election import (
     elect_or_warn,
@@ -57,7 +58,7 @@ class LeaderGradientDescent(Strategy):
         [0.0, 2.0, 4.0]
     """
 
-    pull: float = 0.1
+    pull: Annotated[float, Range("[0, inf)", "0.1 is usual")] = 0.1
 
     paper = "Teng et al., Leader Stochastic Gradient Descent, NeurIPS 2019, arXiv:1905.10395"
     waits = "every step, all wait for the slowest worker and for the leader's parameters"
@@ -68,33 +69,3 @@ class LeaderGradientDescent(Strategy):
         """See `Traits`."""
         return Traits(reads_loss=True)
 
-    def __post_init__(self) -> None:
-        check_ranges(self, pull=("[0, inf)", "0.1 is usual"))
-
-    def start(self, r: Replica) -> None:
-        """Allocate one loss."""
-        init_scores(r, "window", 1)
-
-    def before_step(self, r: Replica) -> None:
-        """Save the parameters before the step, for the pull."""
-        if r.comm.size > 1 and self.pull:
-            r.state["anchor"] = r.x.clone()
-
-    def after_step(self, r: Replica) -> None:
-        """Elect the leader by the losses at the saved parameters, and pull towards its saved parameters."""
-        # After the optimizer's step: its weight decay, like the gradient, belongs to the parameters before the pull.
-        record_loss(r, "window", 1)
-        anchor = r.state.pop("anchor", None)
-        if anchor is None:
-            return
-        leader = elect_or_warn(r, local_score(r, "window"))
-        if leader is None:
-            return
-        mine = r.comm.rank == leader
-        z = r.comm.broadcast_(anchor if mine else torch.empty_like(anchor), leader).wait()
-        if not mine:
-            descend_(r.x, anchor.sub_(z), r.lr, self.pull)
-
-    def average(self, r: Replica, at: At = "now") -> Tensor:
-        """Return the parameters of the last step's leader."""
-        return leader_or_mean(self, r, at, "window")

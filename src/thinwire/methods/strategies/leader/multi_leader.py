@@ -3,7 +3,7 @@
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from thinwire.core.comm.members import check_nodes
 from thinwire.core.replica.replica import Replica
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.errors import ConfigError
 from thinwire.methods.strategies.base import At, Strategy
 from thinwire.methods.strategies.leader.election import (
@@ -77,11 +77,11 @@ class MultiLeaderSGD(Strategy):
         [0.0, 2.0, 8.0, 10.0]
     """
 
-    period: int = 16
-    pull: float = 0.1
-    node_size: int = 2
+    period: Annotated[int, Range("1..", "16 is usual")] = 16
+    pull: Annotated[float, Range("[0, 1]", "0.1 is usual")] = 0.1
+    node_size: Annotated[int, Range("1..", "Use the number of ranks of a machine")] = 2
     global_period: int = 64
-    global_pull: float = 0.1
+    global_pull: Annotated[float, Range("[0, 1]", "0.1 is usual")] = 0.1
     metric: ScoreSource = "window"
     result: Literal["leader", "mean"] = "mean"
 
@@ -104,13 +104,6 @@ class MultiLeaderSGD(Strategy):
     limits = "workers need similar data: the one with the easiest data would always lead"
 
     def __post_init__(self) -> None:
-        check_ranges(
-            self,
-            pull=("[0, 1]", "0.1 is usual"),
-            global_pull=("[0, 1]", "0.1 is usual"),
-            period=("1..", "16 is usual"),
-            node_size=("1..", "Use the number of ranks of a machine"),
-        )
         if self.global_period < 1 or self.global_period % self.period:
             raise ConfigError(
                 f"global_period={self.global_period}: must be a multiple of period={self.period}, such as "

@@ -2,13 +2,14 @@
 """Average the parameters at the start of a round while the round computes, then add each worker's own steps."""
 
 from functools import cached_property
+from typing import Annotated
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.core.replica.replica import Replica
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.methods.codecs.base import Codec, check_differences, sends_all
 from thinwire.methods.reduce.compressed_all_reduce import mean_
 from thinwire.methods.strategies.base import At, Strategy
@@ -63,7 +64,7 @@ class CoCoD(Strategy):
         [(-1.0, -2.0), (-3.0, -2.0)]
     """
 
-    period: int = 8
+    period: Annotated[int, Range("1..", "8 is usual")] = 8
     codec: Codec | None = None
 
     paper = "Shen et al., Computation and Communication Decoupled SGD, IJCAI 2019, arXiv:1906.12043"
@@ -80,9 +81,6 @@ class CoCoD(Strategy):
             rounds=Rounds(delay=self.period, postpones=True),
             lr_factor=1.0 if sends_all(self.codec) else None,
         )
-
-    def __post_init__(self) -> None:
-        check_ranges(self, period=("1..", "8 is usual"))
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
         """Check that the codec can compress differences; a biased one needs error feedback."""

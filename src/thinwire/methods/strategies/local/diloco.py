@@ -5,7 +5,7 @@ from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from thinwire.core.comm.work import Work, completed
 from thinwire.core.replica.flat import Segment
 from thinwire.core.replica.moments import average_due_, check_periods
 from thinwire.core.replica.replica import Replica
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range, check_range
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec
 from thinwire.methods.reduce.compressed_all_reduce import mean_
@@ -30,7 +30,7 @@ from thinwire.methods.strategies.local.coded_means import (
     tracked_mean,
     tracks,
 )
-from thinwire.methods.strategies.local.local_sgd import Local
+from thinwire.methods.strategies.local.local_sgd import Local, Period
 from thinwire.methods.strategies.local.means import all_gather_, reduce_scatter, weight_share, weighted_mean
 from thinwire.methods.strategies.local.outer_optimizer import OuterOptimizer
 from thinwire.methods.strategies.local.outer_step import WHOLE, OuterStep, Placement, factor_of_rounds
@@ -126,13 +126,13 @@ class DiLoCo(OuterStep):
     """
 
     base: Strategy = Local()
-    period: int = 500
+    period: Period = 500
     outer: OuterOptimizer = OuterOptimizer("SGD", lr=0.7, momentum=0.9, nesterov=True)
     codec: Codec | None = None
-    fragments: int = 1
+    fragments: Annotated[int, Range("1..{period}", "1 averages all parameters at once")] = 1
     cut: Literal["evenly", "layers"] = "evenly"
     delay: int = 0
-    mixing: float = 0.0
+    mixing: Annotated[float, Range("[0, 1]", "0 takes the outer parameters, 0.5 is usual with a delay")] = 0.0
     weights: Literal["equal", "samples"] = "equal"
     carry: Carry = "off"
     outliers: Outliers = "keep"
@@ -173,14 +173,8 @@ class DiLoCo(OuterStep):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.fragments <= self.period:
-            raise ConfigError(f"fragments={self.fragments}: must lie between 1 and period={self.period}")
         check_periods(self.moments, self.period, None)
-        check_ranges(
-            self,
-            delay=(f"0..{self.period - 1}", "0 waits for the all-reduce"),
-            mixing=("[0, 1]", "0 takes the outer parameters, 0.5 is usual with a delay"),
-        )
+        check_range("delay", self.delay, f"0..{self.period - 1}", "0 waits for the all-reduce")
         if self.base != Local() and (not self.ends_together or self.weights == "samples"):
             raise ConfigError(
                 f"base={self.base} with fragments={self.fragments}, delay={self.delay}, mixing={self.mixing}, "

@@ -3,13 +3,14 @@
 
 from functools import cached_property
 from math import inf
+from typing import Annotated
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.core.replica.displacement import check_momentum, refuse_momentum
+from thinwire.core.replica.displacement import Momentum, refuse_momentum
 from thinwire.core.replica.replica import Replica
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec
 from thinwire.methods.reduce.compressed_all_reduce import mean_
@@ -73,10 +74,12 @@ class EASGD(Strategy):
         [2.0, 1.64, 0.55]
     """
 
-    period: int = 10
-    centre_pull: float = 0.9
-    pull: float | None = None
-    momentum: float = 0.0
+    period: Annotated[int, Range("1..", "10 is usual")] = 10
+    centre_pull: Annotated[
+        float, Range("(0, 1]", "With more the centre would overshoot the workers' mean. 0.9 is usual")
+    ] = 0.9
+    pull: Annotated[float | None, Range("[0, 1]", "None is centre_pull over the number of workers")] = None
+    momentum: Momentum = 0.0
     codec: Codec | None = None
 
     paper = "Zhang et al., Deep Learning with Elastic Averaging SGD, NeurIPS 2015, arXiv:1412.6651"
@@ -91,15 +94,6 @@ class EASGD(Strategy):
         return Traits(
             period=self.period, on_resize="restart" if tracks(self.codec) else "keep", lr_factor=self._lr_factor()
         )
-
-    def __post_init__(self) -> None:
-        check_ranges(
-            self,
-            period=("1..", "10 is usual"),
-            centre_pull=("(0, 1]", "With more the centre would overshoot the workers' mean. 0.9 is usual"),
-            pull=("[0, 1]", "None is centre_pull over the number of workers"),
-        )
-        check_momentum(self.momentum)
 
     def pull_for(self, size: int) -> float:
         r"""$\alpha$ for a number of workers."""

@@ -2,7 +2,7 @@
 """Average parameters every few steps, or never."""
 
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from thinwire.core.replica.moments import average_due_, check_periods
 from thinwire.core.replica.replica import Replica
-from thinwire.core.validation import check_range, check_ranges
+from thinwire.core.validation import Range
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, check_differences, draw_key, sends_all
 from thinwire.methods.reduce.compressed_all_reduce import at_once, compressed_mean_, mean_, mean_from_residual
@@ -19,14 +19,8 @@ from thinwire.methods.strategies.local.means import weighted_mean_
 from thinwire.methods.strategies.traits import Rounds, Traits
 from thinwire.registry import registered
 
-
-def check_period(period: int) -> None:
-    """Check that a period is at least one step.
-
-    Raises:
-        ConfigError: it is less.
-    """
-    check_range("period", period, "1..", "Use AllReduce() to communicate at every step")
+Period = Annotated[int, Range("1..", "Use AllReduce() to communicate at every step")]
+"""The optimizer steps between averages of the parameters."""
 
 
 def common_start(r: Replica) -> Tensor:
@@ -138,8 +132,8 @@ class LocalSGD(Strategy):
         [[0.0, -1.0, -1.0, -2.0], [-1.0, -1.0, -2.0, -2.0]]
     """
 
-    period: int = 8
-    warmup_steps: int = 0
+    period: Period = 8
+    warmup_steps: Annotated[int, Range("0..", "0 is no warm-up")] = 0
     weights: Literal["equal", "samples"] = "equal"
     codec: Codec | None = None
     moments: tuple[int, ...] = ()
@@ -171,8 +165,6 @@ class LocalSGD(Strategy):
         )
 
     def __post_init__(self) -> None:
-        check_period(self.period)
-        check_ranges(self, warmup_steps=("0..", "0 is no warm-up"))
         check_periods(self.moments, self.period, None)
         if self.codec is not None and self.weights == "samples":
             raise ConfigError(

@@ -2,6 +2,7 @@
 """Sum gradients over a round of short local steps, then take one step along their mean over workers."""
 
 from functools import cached_property
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -9,11 +10,12 @@ from torch.optim import SGD, Optimizer
 
 from thinwire.core.replica.displacement import descend_
 from thinwire.core.replica.replica import Replica
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, check_differences, draw_key, sends_all
 from thinwire.methods.reduce.compressed_all_reduce import compressed_mean_, mean_
 from thinwire.methods.strategies.base import At, Strategy
+from thinwire.methods.strategies.local.local_sgd import Period
 from thinwire.methods.strategies.traits import Traits
 from thinwire.registry import registered
 
@@ -66,8 +68,8 @@ class MinibatchLocalSGD(Strategy):
         [[0.0, -1.0, -1.0, -2.0], [0.0, -1.0, -1.0, -2.0]]
     """
 
-    period: int = 8
-    inner: float = 0.5
+    period: Period = 8
+    inner: Annotated[float, Range("[0, inf)", "0 is minibatch, 1 is Local SGD")] = 0.5
     codec: Codec | None = None
 
     paper = "Woodworth, Patel and Srebro, Minibatch vs Local SGD, NeurIPS 2020, arXiv:2006.04735"
@@ -86,13 +88,6 @@ class MinibatchLocalSGD(Strategy):
             lr_factor=1.0 if sends_all(self.codec) else None,
             # Only sums of gradients are averaged, so parameters that start unequal stay unequal.
             needs_equal_start=True,
-        )
-
-    def __post_init__(self) -> None:
-        check_ranges(
-            self,
-            period=("1..", "Use AllReduce() to communicate at every step"),
-            inner=("[0, inf)", "0 is minibatch, 1 is Local SGD"),
         )
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:

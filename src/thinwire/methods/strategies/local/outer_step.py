@@ -19,7 +19,7 @@ from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, check_differences, sends_all
 from thinwire.methods.reduce.compressed_all_reduce import mean_
 from thinwire.methods.strategies.base import Strategy
-from thinwire.methods.strategies.local.local_sgd import check_period, common_start, compressed_delta
+from thinwire.methods.strategies.local.local_sgd import Period, common_start, compressed_delta
 from thinwire.methods.strategies.local.means import all_gather_, own_shard, reduce_scatter
 from thinwire.methods.strategies.traits import Traits
 from thinwire.methods.strategies.wrapper import Wrapper
@@ -100,7 +100,7 @@ class OuterStep(Wrapper):
     """
 
     base: Strategy
-    period: int
+    period: Period
     codec: Codec | None
     exact: bool = True
 
@@ -116,7 +116,6 @@ class OuterStep(Wrapper):
         return replace(found, period=self.period, rounds=rounds)
 
     def __post_init__(self) -> None:
-        check_period(self.period)
         if isinstance(self.base, OuterStep | Placed):
             raise ConfigError(f"base={self.base}: outer steps cannot be nested. Use its base, {self.base.base}")
         if self.codec is not None and not (self.exact and _is_plain(self.base)):

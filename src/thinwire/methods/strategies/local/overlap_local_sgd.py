@@ -2,6 +2,7 @@
 """Average parameters while the next round computes, and pull the workers towards a common anchor."""
 
 from functools import cached_property
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch.optim import Optimizer
 
 from thinwire.core.comm.work import Work, completed
 from thinwire.core.replica.replica import Replica
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, draw_key
 from thinwire.methods.codecs.cast import Fp32
@@ -87,12 +88,12 @@ class OverlapLocalSGD(Strategy):
         1.47
     """
 
-    period: int = 8
-    pull: float = 0.6
-    momentum: float = 0.7
-    lr: float = 1.0
+    period: Annotated[int, Range("1..", "8 is usual")] = 8
+    pull: Annotated[float, Range("[0, 1)", "At 1 every step would be undone. 0.6 is usual")] = 0.6
+    momentum: Annotated[float, Range("[0, 1)", "0.7 is usual")] = 0.7
+    lr: Annotated[float, Range("(0, inf)", "1 is usual")] = 1.0
     nesterov: bool = False
-    delay: int | None = None
+    delay: Annotated[int | None, Range("1..{period}", "None is the period")] = None
     compensate: bool = False
     codec: Codec | None = None
 
@@ -111,14 +112,6 @@ class OverlapLocalSGD(Strategy):
         )
 
     def __post_init__(self) -> None:
-        check_ranges(
-            self,
-            period=("1..", "8 is usual"),
-            pull=("[0, 1)", "At 1 every step would be undone. 0.6 is usual"),
-            momentum=("[0, 1)", "0.7 is usual"),
-            lr=("(0, inf)", "1 is usual"),
-            delay=(f"1..{self.period}", "None is the period"),
-        )
         if self.compensate and self._delay < self.period:
             raise ConfigError(
                 f"compensate=True with delay={self.delay}: needs a delay of the whole period. Use delay=None, or raise "

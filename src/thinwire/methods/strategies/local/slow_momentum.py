@@ -4,7 +4,7 @@
 from collections.abc import MutableMapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from thinwire.core.replica.moments import fresh_optimizer, moment_names
 from thinwire.core.replica.replica import Replica
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.methods.codecs.base import Codec
 from thinwire.methods.strategies.base import Strategy
-from thinwire.methods.strategies.local.local_sgd import Local
+from thinwire.methods.strategies.local.local_sgd import Local, Period
 from thinwire.methods.strategies.local.outer_step import WHOLE, OuterStep, Placement, scaled_by
 from thinwire.methods.strategies.traits import Traits
 from thinwire.registry import registered
@@ -61,9 +61,9 @@ class SlowMo(OuterStep):
     """
 
     base: Strategy = Local()
-    period: int = 12
-    momentum: float = 0.5
-    lr: float = 1.0
+    period: Period = 12
+    momentum: Annotated[float, Range("[0, 1)", "0.2 to 0.8 is usual")] = 0.5
+    lr: Annotated[float, Range("(0, inf)", "1 is usual")] = 1.0
     buffers: Literal["maintain", "reset", "average"] = "maintain"
     exact: bool = True
     codec: Codec | None = None
@@ -87,11 +87,6 @@ class SlowMo(OuterStep):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_ranges(
-            self,
-            momentum=("[0, 1)", "0.2 to 0.8 is usual"),
-            lr=("(0, inf)", "1 is usual"),
-        )
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
         """Run the base's check, and check that the optimizer's state can be reset or averaged if `buffers` needs it."""

@@ -3,13 +3,14 @@
 
 from collections.abc import Iterator
 from functools import cached_property
+from typing import Annotated
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.core.replica.point_to_point import open_mailbox
 from thinwire.core.replica.replica import Replica
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.methods.reduce.compressed_all_reduce import mean_
 from thinwire.methods.strategies.base import At, Strategy
 from thinwire.methods.strategies.push_sum.mass import debias_, mass_of, mix_mass_, numerator, weight
@@ -68,7 +69,7 @@ class EagerPushSum(Strategy):
     """
 
     topology: Topology = OnePeerExponential()
-    staleness: int = 1
+    staleness: Annotated[int, Range("0..", "1 hides a step's transfer")] = 1
 
     paper = "Assran et al., Stochastic Gradient Push for Distributed Deep Learning, ICML 2019, arXiv:1811.10792"
     waits = "each worker waits for neighbors that are more than `staleness` steps behind it"
@@ -81,9 +82,6 @@ class EagerPushSum(Strategy):
     def traits(self) -> Traits:
         """See `Traits`."""
         return Traits(topology=self.topology, timing_dependent=True, on_resize="start")
-
-    def __post_init__(self) -> None:
-        check_ranges(self, staleness=("0..", "1 hides a step's transfer"))
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
         """Check that the graph exists for this number of workers, is connected, and conserves mass."""

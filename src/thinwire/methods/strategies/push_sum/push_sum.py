@@ -3,12 +3,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import Annotated
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.core.replica.replica import Replica
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.methods.reduce.compressed_all_reduce import mean_, mix_
 from thinwire.methods.reduce.leaving import hand_on
 from thinwire.methods.strategies.base import At, Strategy
@@ -74,7 +75,7 @@ class PushSum(Strategy):
     """
 
     topology: Topology = OnePeerExponential()
-    staleness: int = 0
+    staleness: Annotated[int, Range("0..", "1 hides a step's transfer")] = 0
     biased: bool = False
 
     paper = "Assran et al., Stochastic Gradient Push for Distributed Deep Learning, ICML 2019, arXiv:1811.10792"
@@ -91,7 +92,6 @@ class PushSum(Strategy):
     def __post_init__(self) -> None:
         if self.biased:
             object.__setattr__(self, "limits", f"{self.limits}; biased=True is an ablation")
-        check_ranges(self, staleness=("0..", "1 hides a step's transfer"))
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
         """Check that the graph exists for this number of workers, is connected, and conserves mass."""

@@ -3,16 +3,17 @@
 
 from dataclasses import replace
 from functools import cached_property
+from typing import Annotated
 
 import torch
 from torch.optim import Optimizer
 
 from thinwire.core.comm.members import check_nodes
 from thinwire.core.replica.replica import Replica
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.errors import ConfigError
 from thinwire.methods.strategies.base import Strategy, weight_of
-from thinwire.methods.strategies.local.local_sgd import LocalSGD, check_period
+from thinwire.methods.strategies.local.local_sgd import LocalSGD, Period
 from thinwire.methods.strategies.local.means import ring_all_reduce_, weighted_mean_
 from thinwire.methods.strategies.traits import Traits
 from thinwire.methods.strategies.wrapper import Wrapper
@@ -58,8 +59,8 @@ class NodeAverage(Wrapper):
     """
 
     base: Strategy = LocalSGD(period=32)
-    period: int = 8
-    node_size: int = 2
+    period: Period = 8
+    node_size: Annotated[int, Range("1..", "Use the number of ranks of a machine")] = 2
 
     paper = "Lin et al., Don't Use Large Mini-Batches, Use Local SGD, ICLR 2020, arXiv:1808.07217"
     waits = "as its base; every `period` steps the workers of a node also wait for its slowest one"
@@ -77,8 +78,6 @@ class NodeAverage(Wrapper):
         )
 
     def __post_init__(self) -> None:
-        check_period(self.period)
-        check_ranges(self, node_size=("1..", "Use the number of ranks of a machine"))
         longer = self.base.traits.period
         if longer is None or not self.base.traits.averages_at(longer) or not self.base.traits.rounds.local:
             raise ConfigError(

@@ -4,6 +4,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch.optim import SGD, Optimizer
 
 from thinwire.core.comm.work import Work
 from thinwire.core.replica.replica import Replica
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.errors import ConfigError
 from thinwire.methods.strategies.base import At, Strategy, codecs_of, nested
 from thinwire.methods.strategies.gradients.all_reduce import AllReduce
@@ -73,8 +74,8 @@ class Probe(Wrapper):
     """
 
     base: Strategy = AllReduce()
-    every: int = 20
-    keep: float = 0.9
+    every: Annotated[int, Range("2..", "A measurement takes two successive exchanges. 20 is usual")] = 20
+    keep: Annotated[float, Range("[0, 1)", "0.9 is a mean over about ten measurements")] = 0.9
 
     waits = "as its base; at each measurement all workers also wait for an all-reduce of three numbers"
     limits = (
@@ -96,11 +97,6 @@ class Probe(Wrapper):
         )
 
     def __post_init__(self) -> None:
-        check_ranges(
-            self,
-            every=("2..", "A measurement takes two successive exchanges. 20 is usual"),
-            keep=("[0, 1)", "0.9 is a mean over about ten measurements"),
-        )
         if any(each.traits.rounds.weight for each in nested(self.base)):
             raise ConfigError(f"base={self.base}: the probe measures plain means. Use LocalSGD without weights")
         if self.base.traits.sends_gradients and self.base.traits.reads_gradient:
