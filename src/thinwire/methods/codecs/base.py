@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels import as_fp32, join
+from thinwire.core.kernels import as_fp32
 from thinwire.errors import ConfigError
 from thinwire.registry import Recipe
 
@@ -468,39 +468,3 @@ def check_multiple_of_8(name: str, elements: int, usual: int) -> None:
         raise ConfigError(
             f"{name}={elements}: must be a multiple of 8, to fill whole bytes of bits. Use {usual}, for example"
         )
-
-
-def split_planes(payload: Tensor, n: int, cuts: Sequence[slice], *, bits: int, block: int) -> list[Tensor]:
-    """Split a payload of scales in fp32 and bit planes into payloads of pieces, which start at multiples of 8.
-
-    A block that belongs to several pieces has its scale in each of them.
-    """
-    if len(cuts) == 1:
-        return [payload]
-    scales, planes = _planes(payload, n, bits, block)
-    found: list[Tensor] = []
-    for cut in cuts:
-        if cut.start == cut.stop:  # vectors shorter than the number of ranks have empty pieces
-            found.append(payload[:0])
-            continue
-        rows = (plane[cut.start // 8 : -(-cut.stop // 8)] for plane in planes)
-        found.append(join([scales[cut.start // block * 4 : -(-cut.stop // block) * 4], *rows]))
-    return found
-
-
-def part_of_planes(payload: Tensor, n: int, part: slice, *, bits: int, block: int) -> Tensor:
-    """Return the payload of one part, which starts at the beginning of a block."""
-    whole = slice(0, n)
-    return payload if part == whole else split_planes(payload, n, [part, slice(n, n)], bits=bits, block=block)[0]
-
-
-def join_planes(payloads: Sequence[Tensor], cuts: Sequence[slice], *, bits: int, block: int) -> Tensor:
-    """Reverse `split_planes` for pieces of whole blocks."""
-    parts = [_planes(payload, cut.stop - cut.start, bits, block) for payload, cut in zip(payloads, cuts, strict=True)]
-    return join([*(scales for scales, _ in parts), *(planes[bit] for bit in range(bits) for _, planes in parts)])
-
-
-def _planes(payload: Tensor, n: int, bits: int, block: int) -> tuple[Tensor, list[Tensor]]:
-    """Return the scales and the bit planes of a payload."""
-    head, plane = 4 * -(-n // block), -(-n // 8)
-    return payload[:head], [payload[head + bit * plane : head + (bit + 1) * plane] for bit in range(bits)]

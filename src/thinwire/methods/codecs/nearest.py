@@ -10,22 +10,15 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels import decode_rounded_, encode_rounded_, quantized_nbytes, sum_rounded_
+from thinwire.core.kernels import decode_rounded_, encode_rounded_, sum_rounded_
 from thinwire.core.validation import Range
-from thinwire.methods.codecs.base import (
-    Codec,
-    CodecTraits,
-    State,
-    check_multiple_of_8,
-    join_planes,
-    part_of_planes,
-    split_planes,
-)
+from thinwire.methods.codecs.base import CodecTraits
+from thinwire.methods.codecs.planes import ResidualPlanesCodec
 from thinwire.registry import registered
 
 
 @registered
-class Nearest(Codec):
+class Nearest(ResidualPlanesCodec):
     r"""Round each element to the nearest of $2^b$ levels of its block.
 
     With levels at odd multiples of a block's scale $a$,
@@ -57,9 +50,6 @@ class Nearest(Codec):
     bits: Annotated[int, Range("1..8", "Use Bf16() for more")] = 4
     block: int = 2048
 
-    def __post_init__(self) -> None:
-        check_multiple_of_8("block", self.block, 2048)
-
     @cached_property
     def traits(self) -> CodecTraits:
         """See `CodecTraits`."""
@@ -71,39 +61,12 @@ class Nearest(Codec):
             takes_nan=True,
         )
 
-    def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """Write the scales, then the levels: the lowest bit of all elements, then the next bit."""
-        payload = x.new_empty(self.nbytes(x.numel()), dtype=torch.uint8)
-        encode_rounded_(x, None, payload, bits=self.bits, block=self.block)
-        return payload
+    def write_(self, x: Tensor, payload: Tensor, key: int, left: Tensor | None = None) -> None:
+        """Round each element to the nearest level, and compute the scales."""
+        encode_rounded_(x, left, payload, bits=self.bits, block=self.block)
 
-    def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
+    def read_(self, payload: Tensor, x: Tensor, key: int) -> None:
         """Multiply each element's level by its block's scale."""
-        x = torch.empty_like(like, dtype=torch.float32)
-        decode_rounded_(payload, x, bits=self.bits, block=self.block)
-        return x.to(like.dtype)
-
-    def nbytes(self, n: int) -> int:
-        """Return `bits` per element, in whole bytes, and 4 bytes per block."""
-        return quantized_nbytes(n, self.bits, self.block)
-
-    def encode_with_residual_(self, x: Tensor, residual: Tensor, key: int = 0) -> Tensor:
-        """Encode in one pass over memory, block by block."""
-        payload = x.new_empty(self.nbytes(x.numel()), dtype=torch.uint8)
-        # The kernel writes the new residual into its second argument; swapping the two does not change their sum.
-        encode_rounded_(residual, x, payload, bits=self.bits, block=self.block)
-        return payload
-
-    def encode_pieces_with_residual_(
-        self, x: Tensor, residual: Tensor, cuts: Sequence[slice], keys: Sequence[int]
-    ) -> list[Tensor]:
-        """Encode in one pass over all pieces."""
-        payload = self.encode_with_residual_(x, residual)
-        return split_planes(payload, x.numel(), cuts, bits=self.bits, block=self.block)
-
-    def decode_pieces_(self, payloads: Sequence[Tensor], x: Tensor, cuts: Sequence[slice], keys: Sequence[int]) -> None:
-        """Decode in one pass over all pieces."""
-        payload = join_planes(payloads, cuts, bits=self.bits, block=self.block)
         decode_rounded_(payload, x, bits=self.bits, block=self.block)
 
     def decode_sum(self, payloads: Sequence[Tensor], like: Tensor, keys: Sequence[int]) -> Tensor:
@@ -111,11 +74,3 @@ class Nearest(Codec):
         x = torch.empty_like(like, dtype=torch.float32)
         sum_rounded_(payloads, x, bits=self.bits, block=self.block)
         return x.to(like.dtype)
-
-    def part_of(self, payload: Tensor, n: int, part: slice) -> Tensor:
-        """Return the scales and the bits of the part."""
-        return part_of_planes(payload, n, part, bits=self.bits, block=self.block)
-
-    def join_parts(self, payloads: Sequence[Tensor], cuts: Sequence[slice]) -> Tensor:
-        """Join the scales, and each plane."""
-        return join_planes(payloads, cuts, bits=self.bits, block=self.block)

@@ -10,21 +10,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels import decode_signs_, encode_signs_, join, sign_nbytes, sum_signs_
-from thinwire.methods.codecs.base import (
-    Codec,
-    CodecTraits,
-    State,
-    check_multiple_of_8,
-    join_planes,
-    part_of_planes,
-    split_planes,
-)
+from thinwire.core.kernels import decode_signs_, encode_signs_, join, sum_signs_
+from thinwire.methods.codecs.base import Codec, CodecTraits
+from thinwire.methods.codecs.planes import ResidualPlanesCodec
 from thinwire.registry import registered
 
 
 @registered
-class OneBit(Codec):
+class OneBit(ResidualPlanesCodec):
     r"""Send the sign of each element, and the mean absolute value of each block.
 
     $$C(x)_i = \pm\sigma_b, \qquad \sigma_b = \tfrac1{|b|}\sum_{j \in b} |x_j| \;\text{("l1")}, \qquad
@@ -56,8 +49,7 @@ class OneBit(Codec):
     norm: Literal["l1", "l2"] = "l1"
     whole: bool = False
 
-    def __post_init__(self) -> None:
-        check_multiple_of_8("block", self.block, 2048)
+    bits = 1
 
     @cached_property
     def traits(self) -> CodecTraits:
@@ -71,57 +63,25 @@ class OneBit(Codec):
             takes_nan=True,
         )
 
-    def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
+    def write_(self, x: Tensor, payload: Tensor, key: int, left: Tensor | None = None) -> None:
         """Write the scales, then the signs: element 8k+j is bit j of byte k."""
-        payload = x.new_empty(self.nbytes(x.numel()), dtype=torch.uint8)
-        encode_signs_(x, None, payload, block=self._span(x.numel()), norm=self.norm)
-        return payload
+        encode_signs_(x, left, payload, block=self.span(x.numel()), norm=self.norm)
 
-    def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
+    def read_(self, payload: Tensor, x: Tensor, key: int) -> None:
         """Multiply each element's sign by its block's scale."""
-        x = torch.empty_like(like, dtype=torch.float32)
-        decode_signs_(payload, x, block=self._span(x.numel()))
-        return x.to(like.dtype)
-
-    def nbytes(self, n: int) -> int:
-        """Return one bit per element, in whole bytes, and 4 bytes per block."""
-        return sign_nbytes(n, self._span(n))
-
-    def encode_with_residual_(self, x: Tensor, residual: Tensor, key: int = 0) -> Tensor:
-        """Encode in one pass over memory."""
-        payload = x.new_empty(self.nbytes(x.numel()), dtype=torch.uint8)
-        # The kernel writes the new residual into its second argument; swapping the two does not change their sum.
-        encode_signs_(residual, x, payload, block=self._span(x.numel()), norm=self.norm)
-        return payload
-
-    def encode_pieces_with_residual_(
-        self, x: Tensor, residual: Tensor, cuts: Sequence[slice], keys: Sequence[int]
-    ) -> list[Tensor]:
-        """Encode in one pass over all pieces; with `whole`, each payload has the scale."""
-        payload = self.encode_with_residual_(x, residual)
-        return split_planes(payload, x.numel(), cuts, bits=1, block=self._span(x.numel()))
+        decode_signs_(payload, x, block=self.span(x.numel()))
 
     def decode_pieces_(self, payloads: Sequence[Tensor], x: Tensor, cuts: Sequence[slice], keys: Sequence[int]) -> None:
-        """Decode in one pass over all pieces, unless `whole`."""
-        if self.whole:
-            for payload, cut in zip(payloads, cuts, strict=True):
-                decode_signs_(payload, x[cut], block=max(cut.stop - cut.start, 1))
-            return
-        decode_signs_(join_planes(payloads, cuts, bits=1, block=self.block), x, block=self.block)
+        """Decode in one pass over all pieces, unless `whole`: then each payload has the scale."""
+        kind = Codec if self.whole else ResidualPlanesCodec
+        kind.decode_pieces_(self, payloads, x, cuts, keys)
 
     def decode_sum(self, payloads: Sequence[Tensor], like: Tensor, keys: Sequence[int]) -> Tensor:
         """Decode and add in one pass over memory."""
         x = torch.empty_like(like, dtype=torch.float32)
-        sum_signs_(join(payloads).view(len(payloads), -1), x, block=self._span(x.numel()))
+        sum_signs_(join(payloads).view(len(payloads), -1), x, block=self.span(x.numel()))
         return x.to(like.dtype)
 
-    def part_of(self, payload: Tensor, n: int, part: slice) -> Tensor:
-        """Return the scales and the bits of the part."""
-        return part_of_planes(payload, n, part, bits=1, block=self.block)
-
-    def join_parts(self, payloads: Sequence[Tensor], cuts: Sequence[slice]) -> Tensor:
-        """Join the scales, and each plane."""
-        return join_planes(payloads, cuts, bits=1, block=self.block)
-
-    def _span(self, n: int) -> int:
+    def span(self, n: int) -> int:
+        """Return the size of a block, or of the whole vector."""
         return max(n, 1) if self.whole else self.block

@@ -6,17 +6,17 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Annotated
 
-import torch
 from torch import Tensor
 
-from thinwire.core.kernels import dequantize_, quantize_, quantized_nbytes
+from thinwire.core.kernels import dequantize_, quantize_
 from thinwire.core.validation import Range
-from thinwire.methods.codecs.base import Codec, CodecTraits, State, check_multiple_of_8
+from thinwire.methods.codecs.base import CodecTraits, check_multiple_of_8
+from thinwire.methods.codecs.planes import PlanesCodec
 from thinwire.registry import registered
 
 
 @registered
-class QSGD(Codec):
+class QSGD(PlanesCodec):
     r"""Round each element at random to a level of its bucket's Euclidean norm, without bias.
 
     With $s = 2^{b-1} - 1$ levels on either side of zero,
@@ -58,18 +58,14 @@ class QSGD(Codec):
         bound = min(self.bucket / levels**2, self.bucket**0.5 / levels)
         return CodecTraits(error_bound=bound, alignment=self.bucket, takes_nan=True)
 
-    def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """Write the norms, then the levels: the lowest bit of all elements, then the next bit."""
-        payload = x.new_empty(self.nbytes(x.numel()), dtype=torch.uint8)
+    def span(self, n: int) -> int:
+        """Return the size of a bucket."""
+        return self.bucket
+
+    def write_(self, x: Tensor, payload: Tensor, key: int) -> None:
+        """Round each element at random to one of the two levels next to it."""
         quantize_(x, payload, bits=self.bits, block=self.bucket, key=int(key), norm="l2")
-        return payload
 
-    def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
+    def read_(self, payload: Tensor, x: Tensor, key: int) -> None:
         """Decode each element to its level."""
-        x = torch.empty_like(like, dtype=torch.float32)
         dequantize_(payload, x, bits=self.bits, block=self.bucket, key=int(key))
-        return x.to(like.dtype)
-
-    def nbytes(self, n: int) -> int:
-        """Return `bits` per element, in whole bytes, and 4 bytes per bucket."""
-        return quantized_nbytes(n, self.bits, self.bucket)

@@ -6,17 +6,17 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Annotated
 
-import torch
 from torch import Tensor
 
-from thinwire.core.kernels import dequantize_, quantize_, quantized_nbytes
+from thinwire.core.kernels import dequantize_, quantize_
 from thinwire.core.validation import Range
-from thinwire.methods.codecs.base import Codec, CodecTraits, DrawKey, State, check_multiple_of_8
+from thinwire.methods.codecs.base import CodecTraits, DrawKey
+from thinwire.methods.codecs.planes import PlanesCodec
 from thinwire.registry import registered
 
 
 @registered
-class Quantize(Codec):
+class Quantize(PlanesCodec):
     r"""Round each element at random to a level of its block's range, without bias.
 
     With $N_b$ the largest absolute value of a block, $s = 2^{b-1} - 1$ levels on either side of zero,
@@ -54,9 +54,6 @@ class Quantize(Codec):
     dither: bool = False
     correlated: bool = False
 
-    def __post_init__(self) -> None:
-        check_multiple_of_8("block", self.block, 2048)
-
     @cached_property
     def traits(self) -> CodecTraits:
         """See `CodecTraits`."""
@@ -67,21 +64,15 @@ class Quantize(Codec):
             bound = self.block / (12 * levels**2) if self.dither else self.block**0.5 / (2 * levels)
         return CodecTraits(sign_only=self.bits == 1, error_bound=bound, alignment=self.block, takes_nan=True)
 
-    def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """Write the scales, then the levels: the lowest bit of all elements, then the next bit."""
-        payload, (draw, shift) = x.new_empty(self.nbytes(x.numel()), dtype=torch.uint8), self._draw(key)
+    def write_(self, x: Tensor, payload: Tensor, key: int) -> None:
+        """Round each element at random to one of the two levels next to it."""
+        draw, shift = self._draw(key)
         quantize_(x, payload, bits=self.bits, block=self.block, key=draw, shift=shift)
-        return payload
 
-    def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
+    def read_(self, payload: Tensor, x: Tensor, key: int) -> None:
         """Decode each element to its level."""
-        x, (draw, shift) = torch.empty_like(like, dtype=torch.float32), self._draw(key)
+        draw, shift = self._draw(key)
         dequantize_(payload, x, bits=self.bits, block=self.block, key=draw, dither=self.dither, shift=shift)
-        return x.to(like.dtype)
-
-    def nbytes(self, n: int) -> int:
-        """Return `bits` per element, in whole bytes, and 4 bytes per block."""
-        return quantized_nbytes(n, self.bits, self.block)
 
     def _draw(self, key: int) -> tuple[int, float]:
         """Return the key of the random numbers, and their shift."""

@@ -5,19 +5,17 @@ from __future__ import annotations
 
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
-from thinwire.core.kernels import clip_outliers, dequantize_, quantize_, quantized_nbytes
+from thinwire.core.kernels import clip_outliers, dequantize_, quantize_
 from thinwire.errors import ConfigError
-from thinwire.methods.codecs.base import Codec, CodecTraits, State, check_multiple_of_8
+from thinwire.methods.codecs.base import CodecTraits
+from thinwire.methods.codecs.planes import PlanesCodec
 from thinwire.registry import registered
-
-_BITS = 2
 
 
 @registered
-class TernGrad(Codec):
+class TernGrad(PlanesCodec):
     r"""Clip the outliers of each block, then round each element at random to 0 or to its sign times the scale $s_b$.
 
     $$\hat x_i = \operatorname{sgn}(x_i) \min(|x_i|, c\,\sigma_b), \qquad s_b = \max_i |\hat x_i|, \qquad
@@ -45,8 +43,10 @@ class TernGrad(Codec):
     block: int = 2048
     clip: float | None = 2.5
 
+    bits = 2
+
     def __post_init__(self) -> None:
-        check_multiple_of_8("block", self.block, 2048)
+        PlanesCodec.__post_init__(self)
         if self.clip is not None and not self.clip > 0:
             raise ConfigError(f"clip={self.clip}: must be positive. 2.5 standard deviations is usual")
 
@@ -56,19 +56,11 @@ class TernGrad(Codec):
         # The bound is for a block of one large element and many small ones.
         return CodecTraits(error_bound=self.block**0.5 / 2, alignment=self.block, takes_nan=True)
 
-    def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """Write a scale per block, then two bits per element: first all low bits, then all high bits."""
-        payload = x.new_empty(self.nbytes(x.numel()), dtype=torch.uint8)
+    def write_(self, x: Tensor, payload: Tensor, key: int) -> None:
+        """Clip, then round each element at random to zero or to plus or minus the scale of its block."""
         clipped = x if self.clip is None else clip_outliers(x, block=self.block, deviations=self.clip)
-        quantize_(clipped, payload, bits=_BITS, block=self.block, key=int(key))
-        return payload
+        quantize_(clipped, payload, bits=self.bits, block=self.block, key=int(key))
 
-    def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
+    def read_(self, payload: Tensor, x: Tensor, key: int) -> None:
         """Decode each element to zero, or to plus or minus the scale of its block."""
-        x = torch.empty_like(like, dtype=torch.float32)
-        dequantize_(payload, x, bits=_BITS, block=self.block, key=int(key))
-        return x.to(like.dtype)
-
-    def nbytes(self, n: int) -> int:
-        """Return two bits per element, in whole bytes, and 4 bytes per block."""
-        return quantized_nbytes(n, _BITS, self.block)
+        dequantize_(payload, x, bits=self.bits, block=self.block, key=int(key))
