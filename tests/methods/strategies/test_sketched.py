@@ -24,7 +24,7 @@ from thinwire.core.kernels import sketch_
 from thinwire.methods.codecs.base import draw_key
 from thinwire.methods.strategies.gradients.fetch import FetchSGD
 from thinwire.methods.strategies.gradients.sketched import SketchedSGD
-from thinwire.methods.strategies.gradients.sketches import largest_of, resize_unsent
+from thinwire.methods.strategies.gradients.sketches import largest_of
 from thinwire.planning.plan.traffic import DryRun
 
 RATES = [0.1, 0.08, 0.12, 0.05, 0.1, 0.1, 0.03, 0.06, 0.1, 0.1, 0.02, 0.1]
@@ -204,14 +204,12 @@ def test_another_number_of_workers_has_the_same_residual_in_total() -> None:
         for _ in range(4)
     ]
     for size in (1, 3, 8):
-        found = resize_unsent(states, size)
+        found = SketchedSGD().resized(states, size)
         assert len(found) == size
         for name in ("momentum", "unsent"):
             before, after = (sum(state[name].double() for state in each) for each in (states, found))
             assert torch.allclose(torch.as_tensor(before), torch.as_tensor(after), rtol=0, atol=1e-6)
         assert torch.equal(found[-1]["error_sketch"], torch.ones(2, 3))
-    with pytest.raises(ConfigError, match="0 states for 3 workers"):
-        resize_unsent([], 3)
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------

@@ -3,13 +3,11 @@
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from thinwire.core.kernels.decisions import holds
 from thinwire.core.replica.displacement import Momentum
@@ -17,19 +15,7 @@ from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import Range
 from thinwire.errors import NonFiniteError
 from thinwire.methods.codecs.base import draw_key
-from thinwire.methods.strategies.base import Strategy
-from thinwire.methods.strategies.gradients.sketches import (
-    Table,
-    Update,
-    begin_without_shares_,
-    check_plain_sgd,
-    check_table,
-    gradient_share,
-    hand_on_unsent,
-    largest_of,
-    resize_unsent,
-    write_update_,
-)
+from thinwire.methods.strategies.gradients.sketches import SketchedUpdates, Table, Update, largest_of
 from thinwire.methods.strategies.traits import Traits
 from thinwire.registry import registered
 
@@ -38,7 +24,7 @@ _FEW, _SMALL_FRACTION = 48, 0.01
 
 
 @registered
-class FetchSGD(Strategy):
+class FetchSGD(SketchedUpdates):
     r"""Keep momentum and residual in count sketches, equal on all workers, and apply the residual's largest elements.
 
     A count sketch is a table of $r$ rows and $c$ columns. In each row a hash assigns every element of the vector to a
@@ -96,9 +82,6 @@ class FetchSGD(Strategy):
             False multiplies each update by the learning rate of the step that applies it.
     """
 
-    fraction: float = 0.0003
-    columns: int = 32
-    rows: int = 5
     momentum: Momentum = 0.9
     conserving: bool = False
     second_round: Annotated[int, Range("1..", "4 is usual")] = 4
@@ -118,14 +101,6 @@ class FetchSGD(Strategy):
             lr_factor=1 / (1 - self.momentum) if self.conserving else None,
         )
 
-    def __post_init__(self) -> None:
-        check_table(self.fraction, self.columns, self.rows)
-
-    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
-        """Check that the optimizer is SGD without momentum, because the strategy applies its own."""
-        if optimizer is not None:
-            check_plain_sgd(type(self).__name__, optimizer)
-
     def start(self, r: Replica) -> None:
         """Allocate the sketches, and with `conserving` the vectors, all zero."""
         n = r.x.numel()
@@ -142,7 +117,7 @@ class FetchSGD(Strategy):
         for name in ("momentum_sketch", "error_sketch"):
             r.state[name] = torch.zeros(self.rows, self.columns * k, dtype=torch.float32, device=r.x.device)
         for name in ("momentum", "unsent") if self.conserving else ():
-            r.state[name] = torch.zeros_like(r.x, dtype=torch.promote_types(r.x.dtype, torch.float32))
+            r.state[name] = self.zeros(r)
 
     def num_updated(self, n: int) -> int:
         """Return $k$, the number of elements that a step updates, for n parameters."""
@@ -151,7 +126,7 @@ class FetchSGD(Strategy):
     def before_step(self, r: Replica) -> None:
         """Compute the common update, and write it into the gradient."""
         # One key for all steps: tables only add up while their hashes stay the same.
-        fresh, k, key = gradient_share(r, self.lr_in_residual), self.num_updated(r.x.numel()), draw_key(r.seed, 0)
+        fresh, k, key = self.share(r), self.num_updated(r.x.numel()), draw_key(r.seed, 0)
         fresh_table, _ = Table.of(fresh, (self.rows, self.columns * k), key).all_reduced(r, fresh[:0])
         r.g.zero_()
         if not holds(fresh_table.finite):
@@ -171,7 +146,7 @@ class FetchSGD(Strategy):
         # As published: estimates are applied, and their cells are cleared.
         chosen = error.largest(k)
         update = Update([(chosen, error.estimates(chosen).to(fresh.dtype))], chosen, fresh[:0], ())
-        applied = write_update_(r, update, inside=self.lr_in_residual)
+        applied = self.write_(r, update)
         occupied = error.cells_of(applied)
         error.cells.masked_fill_(occupied, 0.0)
         velocity.masked_fill_(occupied, 0.0)
@@ -185,24 +160,16 @@ class FetchSGD(Strategy):
         largest = largest_of(exact, k)
         where = candidates[largest]
         update = Update([(where, exact[largest])], where, fresh[:0], ())
-        applied = write_update_(r, update, inside=self.lr_in_residual)
+        applied = self.write_(r, update)
         # Elements with a learning rate of zero were not applied, and stay in the table.
         error.subtract_(applied, exact[largest][torch.searchsorted(where, applied)])
         unsent.index_fill_(0, applied, 0.0)
 
-    def before_leave(self, r: Replica, leaving: Sequence[int]) -> None:
-        """Pass the residual and momentum of leaving workers to neighbors, which preserves their sums."""
-        hand_on_unsent(r, leaving)
-
     def regroup(self, r: Replica, before: int) -> None:
         """With `conserving`, clear the residual and momentum of a joining worker, and sketch the sums again."""
-        begin_without_shares_(r, before)
+        super().regroup(r, before)
         # A lost worker's part would stay in the sketches forever, since no worker could apply it.
         pairs = (("momentum", "momentum_sketch"), ("unsent", "error_sketch")) if self.conserving else ()
         for name, sketch in pairs:
             table = Table.of(r.state[name], r.state[sketch].shape, draw_key(r.seed, 0))
             r.state[sketch].copy_(table.all_reduced(r, r.state[name][:0])[0].cells)
-
-    def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
-        """Convert the states to another number of workers, with the same sum of residuals."""
-        return resize_unsent(states, size)

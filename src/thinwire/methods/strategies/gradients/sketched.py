@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sketched SGD: sum count sketches of the residuals, then the exact values of the largest entries."""
 
-from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from thinwire.core.kernels import both, is_finite, read_flags, top_k
 from thinwire.core.replica.displacement import Momentum
@@ -16,21 +14,7 @@ from thinwire.core.validation import Range
 from thinwire.errors import CommError
 from thinwire.methods.codecs.base import draw_key
 from thinwire.methods.codecs.header import Header, codec_number, seal, unseal_all
-from thinwire.methods.strategies.base import Strategy
-from thinwire.methods.strategies.gradients.sketches import (
-    Split,
-    Table,
-    Update,
-    begin_without_shares_,
-    check_plain_sgd,
-    check_table,
-    gradient_share,
-    hand_on_unsent,
-    largest_of,
-    resize_unsent,
-    split_of,
-    write_update_,
-)
+from thinwire.methods.strategies.gradients.sketches import SketchedUpdates, Split, Table, Update, largest_of, split_of
 from thinwire.methods.strategies.traits import Traits
 from thinwire.registry import registered
 
@@ -38,7 +22,7 @@ _VALUE_BYTES, _INDEX_BYTES = 4, 4
 
 
 @registered
-class SketchedSGD(Strategy):
+class SketchedSGD(SketchedUpdates):
     r"""Sum count sketches of the workers' residuals, and update only the coordinates that are largest in the sum.
 
     With $g_i$ worker $i$'s gradient, $v_i$ its residual, $u_i$ its momentum and $\gamma$ the learning rate,
@@ -97,9 +81,6 @@ class SketchedSGD(Strategy):
         recovery: "sketch", "gather" (each worker's own largest entries), or "auto" for the one with fewer bytes.
     """
 
-    fraction: float = 0.0003
-    columns: int = 32
-    rows: int = 5
     second_round: Annotated[int, Range("0..", "4 finds nearly all coordinates")] = 4
     momentum: Momentum = 0.9
     masking: bool = True
@@ -120,14 +101,6 @@ class SketchedSGD(Strategy):
             lr_factor=self._lr_factor(),
         )
 
-    def __post_init__(self) -> None:
-        check_table(self.fraction, self.columns, self.rows)
-
-    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
-        """Check that the optimizer is SGD without momentum, because the strategy applies its own."""
-        if optimizer is not None:
-            check_plain_sgd(type(self).__name__, optimizer)
-
     def _lr_factor(self) -> float | None:
         """Return the momentum's factor if no momentum is lost; the effect of masking depends on the gradients."""
         exact = self.second_round > 0 or self.recovery == "gather"
@@ -136,11 +109,11 @@ class SketchedSGD(Strategy):
     def start(self, r: Replica) -> None:
         """Allocate momentum and residual."""
         for name in ("momentum", "unsent"):
-            r.state[name] = torch.zeros_like(r.x, dtype=torch.promote_types(r.x.dtype, torch.float32))
+            r.state[name] = self.zeros(r)
 
     def before_step(self, r: Replica) -> None:
         """Compute the common update, and write it into the gradient."""
-        momentum = gradient_share(r, self.lr_in_residual).add_(r.state["momentum"], alpha=self.momentum)
+        momentum = self.share(r).add_(r.state["momentum"], alpha=self.momentum)
         unsent = r.state["unsent"] + momentum
         split = split_of(r, self.dense_below)
         gathers = self.gathers(r.comm.size, split)
@@ -150,7 +123,7 @@ class SketchedSGD(Strategy):
         if update is None:
             r.count("skipped_steps")
             return
-        applied = write_update_(r, update, inside=self.lr_in_residual)
+        applied = self.write_(r, update)
         r.state["momentum"].copy_(momentum)
         if self.masking:
             r.state["momentum"].index_fill_(0, applied, 0.0)
@@ -159,18 +132,6 @@ class SketchedSGD(Strategy):
         for part in split.small:
             unsent[part] = 0.0
         r.state["unsent"] = unsent
-
-    def before_leave(self, r: Replica, leaving: Sequence[int]) -> None:
-        """Pass the residual and momentum of leaving workers to neighbors, which preserves their sums."""
-        hand_on_unsent(r, leaving)
-
-    def regroup(self, r: Replica, before: int) -> None:
-        """Clear the residual and momentum of a joining worker."""
-        begin_without_shares_(r, before)
-
-    def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
-        """Redistribute residuals and momenta over another number of workers, with the same sums."""
-        return resize_unsent(states, size)
 
     # -- the common update ---------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +14,10 @@ from torch.optim import SGD, Optimizer
 from thinwire.core.kernels import Flag, cells_at, heavy, is_finite, sketch_, top_k, unsketch
 from thinwire.core.kernels.decisions import decide, holds, to_device
 from thinwire.core.replica.replica import Replica
-from thinwire.core.validation import check_range
+from thinwire.core.validation import Range
 from thinwire.errors import ConfigError, NonFiniteError
 from thinwire.methods.reduce.leaving import hand_on_sums_
-
-# State whose sum over workers matters.
-_SHARES = ("momentum", "unsent")
+from thinwire.methods.strategies.base import Strategy
 
 
 @dataclass(frozen=True)
@@ -174,107 +172,94 @@ class Update(NamedTuple):
     small: Sequence[slice]
 
 
-def gradient_share(r: Replica, inside: bool) -> Tensor:
-    """Return this worker's share of the mean gradient, times the learning rate if residuals contain it (`inside`)."""
-    # In fp32 at least: residuals sum many small gradients.
-    fresh = r.g.to(torch.promote_types(r.g.dtype, torch.float32), copy=True).div_(r.active)
-    return fresh.mul_(r.lr) if inside else fresh
+@dataclass(frozen=True)
+class SketchedUpdates(Strategy):
+    """A strategy that applies a sparse update of its own, equal on all ranks, in place of the mean gradient.
 
-
-def write_update_(r: Replica, update: Update, *, inside: bool) -> Tensor:
-    """Write an update into `r.g`, which SGD will apply; returns the positions of `mine` that it will apply.
-
-    Parameters with a learning rate of zero do not change, and their update stays in the residual.
+    The sums over workers of `r.state["momentum"]` and `r.state["unsent"]` matter, and not each worker's part.
     """
-    rate_of_all = r.lr
-    known = not isinstance(rate_of_all, Tensor)
-    # A number is filled in, since a copy of it would wait for a GPU.
-    lr = torch.full((), rate_of_all, dtype=torch.float64, device=r.g.device) if known else rate_of_all.double()
 
-    def at(where: Tensor | slice) -> Tensor:
-        return lr[where] if lr.ndim else lr
+    fraction: Annotated[float, Range("(0, 1]", "0.0003 is usual")] = 0.0003
+    columns: Annotated[int, Range("1..", "32 for each updated coordinate is usual")] = 32
+    rows: int = 5
 
-    def gradients(where: Tensor | slice, values: Tensor) -> Tensor:
-        if not inside:
-            return values.to(r.g.dtype)
-        # SGD multiplies by the learning rate again.
-        rate = at(where).to(values.dtype)
-        return torch.where(rate > 0, values / torch.where(rate > 0, rate, 1.0), 0.0).to(r.g.dtype)
+    # A field of each subclass, at a place of its own among the arguments.
+    lr_in_residual = True
 
-    # Parts are added one after the other, because positions may repeat between them.
-    for where, values in update.parts:
-        r.g.index_add_(0, where, gradients(where, values))
-    sizes = [part.stop - part.start for part in update.small]
-    for part, values in zip(update.small, update.dense.split(sizes) if sizes else (), strict=True):
-        r.g[part] = gradients(part, values)
-    mine = update.mine
-    if known:
-        return mine if rate_of_all > 0 else mine[:0]
-    moves = at(mine) > 0
-    return decide(moves, lambda: mine[moves.expand_as(mine)], most=mine, least=mine)
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.rows % 2 == 0:
+            raise ConfigError(f"rows={self.rows}: must be odd, for a median. 5 is usual")
 
-
-# -- checks and resizing -----------------------------------------------------------------------------------------------
-
-
-def check_table(fraction: float, columns: int, rows: int) -> None:
-    """Check the hyperparameters of a table.
-
-    Raises:
-        ConfigError: with the value, the rule and the fix.
-    """
-    check_range("fraction", fraction, "(0, 1]", "0.0003 is usual")
-    check_range("columns", columns, "1..", "32 for each updated coordinate is usual")
-    if rows < 1 or rows % 2 == 0:
-        raise ConfigError(f"rows={rows}: must be odd, for a median. 5 is usual")
-
-
-def check_plain_sgd(name: str, optimizer: Optimizer) -> None:
-    """Check that the optimizer is `torch.optim.SGD` without momentum.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    plain = isinstance(optimizer, SGD) and not any(
-        group["momentum"] or group["maximize"] for group in optimizer.param_groups
-    )
-    if not plain:
-        raise ConfigError(
-            f"{type(optimizer).__name__} under {name}: it must apply {name}'s update unchanged. Use "
-            f"torch.optim.SGD without momentum, and {name}(momentum=0.9)"
+    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
+        """Check that the optimizer is SGD without momentum, because the strategy applies its own."""
+        plain = isinstance(optimizer, SGD) and not any(
+            group["momentum"] or group["maximize"] for group in optimizer.param_groups
         )
+        if optimizer is not None and not plain:
+            name = type(self).__name__
+            raise ConfigError(
+                f"{type(optimizer).__name__} under {name}: it must apply {name}'s update unchanged. Use "
+                f"torch.optim.SGD without momentum, and {name}(momentum=0.9)"
+            )
+
+    def zeros(self, r: Replica) -> Tensor:
+        """Return a vector for sums of many small gradients, in fp32 at least."""
+        return torch.zeros_like(r.x, dtype=torch.promote_types(r.x.dtype, torch.float32))
+
+    def share(self, r: Replica) -> Tensor:
+        """Return this worker's share of the mean gradient, times the learning rate if residuals contain it."""
+        fresh = r.g.to(torch.promote_types(r.g.dtype, torch.float32), copy=True).div_(r.active)
+        return fresh.mul_(r.lr) if self.lr_in_residual else fresh
+
+    def write_(self, r: Replica, update: Update) -> Tensor:
+        """Write an update into `r.g`, which SGD will apply; returns the positions of `mine` that it will apply.
+
+        Parameters with a learning rate of zero do not change, and their update stays in the residual.
+        """
+        rate_of_all = r.lr
+        known = not isinstance(rate_of_all, Tensor)
+        # A number is filled in, since a copy of it would wait for a GPU.
+        lr = torch.full((), rate_of_all, dtype=torch.float64, device=r.g.device) if known else rate_of_all.double()
+
+        def at(where: Tensor | slice) -> Tensor:
+            return lr[where] if lr.ndim else lr
+
+        def gradients(where: Tensor | slice, values: Tensor) -> Tensor:
+            if not self.lr_in_residual:
+                return values.to(r.g.dtype)
+            # SGD multiplies by the learning rate again.
+            rate = at(where).to(values.dtype)
+            return torch.where(rate > 0, values / torch.where(rate > 0, rate, 1.0), 0.0).to(r.g.dtype)
+
+        # Parts are added one after the other, because positions may repeat between them.
+        for where, values in update.parts:
+            r.g.index_add_(0, where, gradients(where, values))
+        sizes = [part.stop - part.start for part in update.small]
+        for part, values in zip(update.small, update.dense.split(sizes) if sizes else (), strict=True):
+            r.g[part] = gradients(part, values)
+        mine = update.mine
+        if known:
+            return mine if rate_of_all > 0 else mine[:0]
+        moves = at(mine) > 0
+        return decide(moves, lambda: mine[moves.expand_as(mine)], most=mine, least=mine)
+
+    def before_leave(self, r: Replica, leaving: Sequence[int]) -> None:
+        """Pass the residual and momentum of leaving workers to neighbors, which preserves their sums."""
+        hand_on_sums_(r.comm, r.state, leaving, _is_share, scale=1)
+
+    def regroup(self, r: Replica, before: int) -> None:
+        """Clear the residual and momentum of a joining worker: as copies, they would be applied twice."""
+        for name in filter(_is_share, () if before else r.state):
+            r.state[name].zero_()
+
+    def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
+        """Give each new worker an equal share of the residuals and momenta; tables are equal on all workers."""
+        shares: dict[str, Tensor] = {}
+        for name, first in states[0].items():
+            total = torch.stack([state[name].double() for state in states]).sum(0) if _is_share(name) else None
+            shares[name] = first if total is None else (total / size).to(first.dtype)
+        return [{name: x.clone() for name, x in shares.items()} for _ in range(size)]
 
 
-def hand_on_unsent(r: Replica, leaving: Sequence[int]) -> None:
-    """Pass the residuals and momenta of leaving workers to their neighbors."""
-    hand_on_sums_(r.comm, r.state, leaving, lambda name: name.rpartition("/")[2] in _SHARES, scale=1)
-
-
-def begin_without_shares_(r: Replica, before: int) -> None:
-    """Reset the residual and momentum of a worker that just joined: as copies, they would be applied twice.
-
-    Args:
-        r: the replica, with the state of `SketchedSGD` or `FetchSGD`.
-        before: the previous number of workers; 0 on a joining worker.
-    """
-    for name in () if before else r.state.keys() & set(_SHARES):
-        r.state[name].zero_()
-
-
-def resize_unsent(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
-    """Redistribute residuals and momenta over another number of workers, with the same sums.
-
-    Args:
-        states: the states of all workers under `SketchedSGD` or `FetchSGD`.
-        size: the new number of workers. Each gets an equal share; tables, which are equal on all workers, are copied.
-    """
-    if not states or size < 1:
-        raise ConfigError(f"{len(states)} states for {size} workers: both must be at least 1")
-    shares: dict[str, Tensor] = {}
-    for name, first in states[0].items():
-        if name.rpartition("/")[2] in _SHARES:
-            total = torch.stack([state[name].double() for state in states]).sum(0)
-            shares[name] = (total / size).to(first.dtype)
-        else:
-            shares[name] = first
-    return [{name: x.clone() for name, x in shares.items()} for _ in range(size)]
+def _is_share(name: str) -> bool:
+    return name.rpartition("/")[2] in ("momentum", "unsent")
