@@ -224,7 +224,7 @@ def weights_of(worker: Any) -> list[float]:
         found.clear()
         if isinstance(strategy, PushSum) and "mass" in r.state:
             mass = r.state["mass"].clone()
-            for name, shares in strategy._in_flight(r):  # pyright: ignore[reportPrivateUsage]
+            for name, shares in strategy.in_flight(r):
                 mix_mass_(mass, r.inflight[name].wait(), shares)
             total = worker.comm.all_reduce_(weight(mass).view(1)).wait()
             found.extend([float(total), float(worker.size)])

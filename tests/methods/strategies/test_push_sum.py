@@ -184,7 +184,7 @@ def test_a_weight_travels_in_eight_bytes_behind_numerators_of_any_precision() ->
 
 
 def test_a_step_without_an_update_changes_no_bit_of_the_mass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PushSum, "_weightless", lambda self, r: False)
+    monkeypatch.setattr(PushSum, "weightless", lambda self, r: False)
     x = scattered(1, 9, SINGLE)[0]
     r = Replica(x.clone(), torch.empty(0), thinwire.CountingComm(0, 1), lr=lambda: 0.0)
     PushSum().start(r)
@@ -209,7 +209,7 @@ def test_half_precision_is_mixed_in_single() -> None:
 def test_one_peer_weights_stay_exactly_one(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = quadratic(n, DOUBLE)
     without = together(n, PushSum(), problem, [0.1] * 9)
-    monkeypatch.setattr(PushSum, "_weightless", lambda self, r: False)
+    monkeypatch.setattr(PushSum, "weightless", lambda self, r: False)
     assert (watched(n, PushSum(), problem, [0.1] * 9, weight_of) == 1).all()
     assert distance(together(n, PushSum(), problem, [0.1] * 9), without) < 1e-14
 

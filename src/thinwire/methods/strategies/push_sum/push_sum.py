@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Send shares of the parameters along a directed graph, and divide by a weight to remove the bias."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated
 
@@ -24,8 +26,76 @@ from thinwire.registry import registered
 _EXACT = 1e-9
 
 
+@dataclass(frozen=True)
+class MassStrategy(Strategy):
+    """Share parameters and a weight with neighbors, and train at their quotient.
+
+    `r.state["mass"]` has both, and `r.state["debiased"]` the quotient before the step.
+    """
+
+    topology: Topology = OnePeerExponential()
+    staleness: Annotated[int, Range("0..", "1 hides a step's transfer")] = 0
+
+    paper = "Assran et al., Stochastic Gradient Push for Distributed Deep Learning, ICML 2019, arXiv:1811.10792"
+
+    @abstractmethod
+    def push_(self, r: Replica, mass: Tensor) -> None:
+        """Send the mass, keep this worker's own share, and add the shares of others that are due."""
+
+    @abstractmethod
+    def in_flight(self, r: Replica) -> Iterable[tuple[str, Peers]]:
+        """Return the names of the messages in flight, oldest first, and the weights that add them to the mass."""
+
+    def weightless(self, size: int) -> bool:
+        """Return True if weights are not used, so that no state is needed."""
+        return size == 1
+
+    def shares(self, r: Replica, step: int) -> Peers:
+        """Return the neighbors of a step and their shares."""
+        return exact_weights(self.topology, r.comm.rank, r.comm.size, step, r.x.dtype)
+
+    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
+        """Check that the graph exists for this number of workers, is connected, and conserves mass."""
+        check_edges(self.topology, size)
+
+    def start(self, r: Replica) -> None:
+        """Give every worker the weight one."""
+        if not self.weightless(r.comm.size):
+            r.state["mass"] = mass_of(r.x)
+            r.state["debiased"] = r.x.clone()
+
+    def after_step(self, r: Replica) -> None:
+        """Apply the update to the mass, exchange shares, and de-bias."""
+        if r.comm.size == 1:
+            return
+        if self.weightless(r.comm.size):
+            self.push_(r, r.x)
+            return
+        mass, debiased = r.state["mass"], r.state["debiased"]
+        # The optimizer changed z; x changes by the same amount, as in the paper.
+        numerator(mass).sub_(debiased.sub_(r.x))
+        self.push_(r, mass)
+        debias_(r, mass)
+
+    def average(self, r: Replica, at: At = "now") -> Tensor:
+        """Return the total mass, messages in flight included, divided by the total weight, the number of workers."""
+        if self.weightless(r.comm.size):
+            return Strategy.average(self, r, at)
+        mass = r.state["mass"] if at == "outer" else r.state["mass"].clone()
+        for name, shares in self.in_flight(r):
+            mix_mass_(mass, r.inflight[name].wait(), shares)
+        return mean_(r.comm, numerator(mass)).wait().to(r.x.dtype)
+
+    def restart(self, r: Replica) -> None:
+        """Give every worker the parameters with the weight one, and drop messages in flight."""
+        # Awaited, so that a receiver cannot mistake them for messages of the new round.
+        for name in list(r.inflight):
+            r.collect(name)
+        MassStrategy.start(self, r)
+
+
 @registered
-class PushSum(Strategy):
+class PushSum(MassStrategy):
     r"""Stochastic Gradient Push: send shares of parameters and of a weight, and train at their quotient.
 
     With $P^k$ column-stochastic (each worker decides only how to split its own vector), $w_i = 1$ at first and
@@ -74,11 +144,8 @@ class PushSum(Strategy):
         [-4.0, -4.0, -4.0]
     """
 
-    topology: Topology = OnePeerExponential()
-    staleness: Annotated[int, Range("0..", "1 hides a step's transfer")] = 0
     biased: bool = False
 
-    paper = "Assran et al., Stochastic Gradient Push for Distributed Deep Learning, ICML 2019, arXiv:1811.10792"
     waits = "at every step each worker waits for the messages that its neighbors sent `staleness` steps before"
     limits = "workers hold different parameters between averages of all; evaluate at consensus"
 
@@ -93,56 +160,17 @@ class PushSum(Strategy):
         if self.biased:
             object.__setattr__(self, "limits", f"{self.limits}; biased=True is an ablation")
 
-    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
-        """Check that the graph exists for this number of workers, is connected, and conserves mass."""
-        check_edges(self.topology, size)
-
-    def start(self, r: Replica) -> None:
-        """Give every worker the weight one; without weights no state is needed."""
-        if not self._weightless(r.comm.size):
-            r.state["mass"] = mass_of(r.x)
-            r.state["debiased"] = r.x.clone()
-
-    def after_step(self, r: Replica) -> None:
-        """Apply the update to the mass, send shares, add the shares that are due, and de-bias."""
-        if self._weightless(r.comm.size):
-            self._push_(r, r.x)
-            return
-        mass, debiased = r.state["mass"], r.state["debiased"]
-        # The optimizer changed z; x changes by the same amount, as in the paper.
-        numerator(mass).sub_(debiased.sub_(r.x))
-        self._push_(r, mass)
-        debias_(r, mass)
-
-    def average(self, r: Replica, at: At = "now") -> Tensor:
-        """Return the total mass, messages in flight included, divided by the total weight, the number of workers."""
-        if self._weightless(r.comm.size):
-            # The biased form trains at `x`, so the average is that of `x`.
-            return Strategy.average(self, r, at)
-        mass = r.state["mass"] if at == "outer" else r.state["mass"].clone()
-        for name, shares in self._in_flight(r):
-            mix_mass_(mass, r.inflight[name].wait(), shares)
-        return mean_(r.comm, numerator(mass)).wait().to(r.x.dtype)
-
-    def restart(self, r: Replica) -> None:
-        """Give every worker the parameters with the weight one, and drop messages in flight."""
-        for name in list(r.inflight):
-            r.collect(name)
-        if not self._weightless(r.comm.size):
-            r.state["mass"] = mass_of(r.x)
-            r.state["debiased"].copy_(r.x)
-
     def before_leave(self, r: Replica, leaving: Sequence[int]) -> None:
         """Pass a leaving worker's mass, messages in flight included, to a neighbor, and scale all to the new size.
 
         The weights then sum to the number of workers that stay, and the average is unchanged. Without weights, all
         restart at the mean.
         """
-        if self._weightless(r.comm.size):
+        if self.weightless(r.comm.size):
             super().before_leave(r, leaving)
             return
         mass, scale = r.state["mass"], 1 - len(leaving) / r.comm.size
-        for name, shares in self._in_flight(r):
+        for name, shares in self.in_flight(r):
             mix_mass_(mass, r.inflight.pop(name).wait(), shares)
         inherit_mass_(mass, hand_on(r.comm, mass, leaving), scale)
         debias_(r, mass)
@@ -160,7 +188,7 @@ class PushSum(Strategy):
         own = weight(r.state["mass"]) if before else weight(r.state["mass"]).zero_()
         held = r.comm.all_reduce_(own.view(1)).wait()
         if before == r.comm.size and abs(before - float(held)) < _EXACT * before:
-            if self._weightless(before):
+            if self.weightless(before):
                 r.x.copy_(mean_(r.comm, numerator(r.state.pop("mass"))).wait())
                 del r.state["debiased"]
             return {"lost_weight": 0.0}
@@ -168,10 +196,10 @@ class PushSum(Strategy):
         self.start(r)
         return {"lost_weight": before - float(held)} if before else {}
 
-    def _push_(self, r: Replica, mass: Tensor) -> None:
+    def push_(self, r: Replica, mass: Tensor) -> None:
         """Send the vector, keep this worker's own share, and add the shares sent `staleness` steps ago."""
         step, due = r.step - 1, r.step - 1 - self.staleness
-        now = self._shares(r, step)
+        now = self.shares(r, step)
         if self.staleness:
             # Collected before the new message is sent: otherwise the two would share the link and both be late.
             received = r.collect(_name(due))
@@ -179,7 +207,7 @@ class PushSum(Strategy):
         else:
             received = r.comm.send_recv(mass, now.dst, now.src).wait()
         # In the first `staleness` steps no message is due yet, and a worker keeps only its own share.
-        then = now if due == step else self._shares(r, due)
+        then = now if due == step else self.shares(r, due)
         shares = now._replace(weights=() if received is None else then.weights)
         if mass is r.x:
             r.record_distance(mass, received or [])
@@ -188,16 +216,13 @@ class PushSum(Strategy):
             r.record_distance(numerator(mass), [numerator(y) for y in messages[1:]], [weight(y) for y in messages])
         (mix_ if mass is r.x else mix_mass_)(mass, received or [], shares)
 
-    def _in_flight(self, r: Replica) -> Iterator[tuple[str, Peers]]:
+    def in_flight(self, r: Replica) -> Iterator[tuple[str, Peers]]:
         """Yield the messages in flight, oldest first, with their shares."""
         for step in range(r.step - self.staleness, r.step):
             if _name(step) in r.inflight:
-                yield _name(step), self._shares(r, step)._replace(own=1.0)
+                yield _name(step), self.shares(r, step)._replace(own=1.0)
 
-    def _shares(self, r: Replica, step: int) -> Peers:
-        return exact_weights(self.topology, r.comm.rank, r.comm.size, step, r.x.dtype)
-
-    def _weightless(self, size: int) -> bool:
+    def weightless(self, size: int) -> bool:
         """Return True if weights are not used: they always stay one, or `biased` is set."""
         return self.biased or size == 1 or (not self.staleness and doubly_stochastic(self.topology, size))
 
