@@ -22,16 +22,8 @@ from thinwire.core.replica.point_to_point import number, on_message, open_mailbo
 from thinwire.core.replica.replica import Replica
 from thinwire.core.replica.rounds import Answers, GoOn, RoundBudget
 from thinwire.core.validation import check_ranges
-from thinwire.methods.strategies.base import At, Strategy
-from thinwire.methods.strategies.leader.election import (
-    ScoreSource,
-    broadcast_leader,
-    elect_or_warn,
-    init_scores,
-    leader_or_mean,
-    local_score,
-    record_loss,
-)
+from thinwire.methods.strategies.base import At
+from thinwire.methods.strategies.leader.election import LeaderStrategy, ScoreSource
 from thinwire.methods.strategies.traits import Traits
 from thinwire.registry import registered
 
@@ -39,7 +31,7 @@ _STEP, _BARRIER = 1, 2  # topics of the mailbox
 
 
 @registered
-class AsyncLeaderSGD(Strategy):
+class AsyncLeaderSGD(LeaderStrategy):
     r"""Leader SGD whose rounds are $n\tau$ steps of all workers together: fast ones take more of them.
 
     After each step a worker asks rank 0, which counts while it trains, how many steps the round has had. At the end of
@@ -90,7 +82,6 @@ class AsyncLeaderSGD(Strategy):
     metric: ScoreSource = "window"
     result: Literal["leader", "mean"] = "mean"
 
-    paper = "Teng et al., Leader Stochastic Gradient Descent, NeurIPS 2019, arXiv:1905.10395"
     waits = "once a round, all wait for the steps that have begun and for the leader's parameters"
     limits = "results depend on timing; every worker takes a step between evaluations; all as many before checkpoints"
 
@@ -113,7 +104,7 @@ class AsyncLeaderSGD(Strategy):
 
     def start(self, r: Replica) -> None:
         """Open the mailbox; rank 0 begins to count."""
-        init_scores(r, self.metric, self.period)
+        super().start(r)
         r.state["round"] = torch.zeros((), dtype=torch.int64, device="cpu")
         r.state["own_steps"] = torch.zeros((), dtype=torch.int64, device="cpu")
         if r.comm.size == 1:
@@ -127,32 +118,30 @@ class AsyncLeaderSGD(Strategy):
 
     def after_step(self, r: Replica) -> None:
         """Count the step, and follow the leader if the round is over."""
-        record_loss(r, self.metric, self.period)
+        self.record_loss(r)
         if r.comm.size == 1:
             return
         r.inflight.pop("barrier", None)
         r.state["own_steps"] += 1
         if self._count_step(r) >= self.period * r.comm.size:
-            self._follow_(r)
+            self._end_round(r)
         # Waited for only by consensus(), save() and detach().
         r.launch("barrier", Work(lambda: self._barrier(r)))
 
     def average(self, r: Replica, at: At = "now") -> Tensor:
         """Return the current leader's parameters or the mean of all workers, depending on `result`."""
         r.wait_pending()
-        return Strategy.average(self, r, at) if self.result == "mean" else leader_or_mean(self, r, at, self.metric)
+        return super().average(r, at)
 
-    def _follow_(self, r: Replica) -> None:
+    def _end_round(self, r: Replica) -> None:
         """End the round: elect the leader, and pull towards it."""
         if "round_steps" in r.state:
             # No worker is in the next round before this election has ended, so its count may be cleared until then.
             with r.comm.mailbox(r).changed:
                 self._rounds(r).begin_next(int(r.state["round"]))
-        leader = elect_or_warn(r, local_score(r, self.metric))
+        self.follow_(r)
         r.state["round"] += 1
         r.state["own_steps"].zero_()
-        if leader is not None and self.pull and (z := broadcast_leader(r, leader)) is not r.x:
-            r.x.lerp_(z, self.pull)
 
     def _count_step(self, r: Replica) -> int:
         """Return the steps of this round by all workers, with the one that has just ended."""
@@ -176,7 +165,7 @@ class AsyncLeaderSGD(Strategy):
     def _barrier(self, r: Replica) -> list[Tensor]:
         """Take part in the elections of workers that still train, until all are at the barrier."""
         while self._wait_at_barrier(r) == GoOn.ROUND_OVER:
-            self._follow_(r)
+            self._end_round(r)
         return []
 
     def _wait_at_barrier(self, r: Replica) -> int:

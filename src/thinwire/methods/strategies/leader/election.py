@@ -76,55 +76,6 @@ class ScoreFunction:
 ScoreSource = Literal["window", "ema"] | ScoreFunction
 
 
-# -- scores ------------------------------------------------------------------------------------------------------------
-
-
-def init_scores(r: Replica, metric: ScoreSource, length: int) -> None:
-    """Allocate the state of elections; call a score function once to check it.
-
-    Args:
-        r: the replica; its state gains `losses`, `num_losses` and `rounds_without_leader`.
-        metric: "window" is the mean of the last `length` losses, "ema" their exponential moving average.
-        length: the number of losses in the window, or over which the moving average decays.
-
-    Raises:
-        ConfigError: the score function does not return one number.
-    """
-    if isinstance(metric, ScoreFunction):
-        metric(r)
-    else:
-        r.state["losses"] = r.x.new_zeros(length if metric == "window" else 1, dtype=torch.float32)
-        r.state["num_losses"] = torch.zeros((), dtype=torch.int64, device="cpu")
-    r.state["rounds_without_leader"] = torch.zeros((), dtype=torch.int64, device="cpu")
-
-
-def record_loss(r: Replica, metric: ScoreSource, length: int) -> None:
-    """Record this step's loss from `worker.record_batch`, if any, without waiting for the device."""
-    if r.loss is None or isinstance(metric, ScoreFunction):
-        return
-    losses, count = r.state["losses"], r.state["num_losses"]
-    if metric == "window":
-        losses[int(count) % len(losses)] = r.loss
-    else:
-        # Restarts after a non-finite loss: the mean would otherwise stay NaN.
-        restart = (count == 0).to(losses.device) | ~torch.isfinite(losses)
-        losses.copy_(torch.where(restart, r.loss, losses.lerp(r.loss.expand(1), 1 / length)))
-    count += 1
-
-
-def local_score(r: Replica, metric: ScoreSource) -> Tensor | None:
-    """Return this worker's score; None if it has recorded no loss."""
-    if isinstance(metric, ScoreFunction):
-        return metric(r)
-    losses = _recorded_losses(r)
-    return losses.mean() if len(losses) else None
-
-
-def _recorded_losses(r: Replica) -> Tensor:
-    """Return the filled part of the window; the zeros in the rest would improve the score."""
-    return r.state["losses"][: min(int(r.state["num_losses"]), len(r.state["losses"]))]
-
-
 # -- elections ---------------------------------------------------------------------------------------------------------
 
 
@@ -146,16 +97,6 @@ def elect(r: Replica, score: Tensor | None) -> int | None:
         ConfigError: no worker has recorded a loss; on all ranks.
     """
     return best_rank([key_of(r, r.comm.all_reduce_(encode_key(r, score), op="min").wait())])
-
-
-def elect_or_warn(r: Replica, score: Tensor | None) -> int | None:
-    """Elect the leader and record it in the metrics; warn once per run and return None if no score is finite."""
-    leader = elect(r, score)
-    if leader is None:
-        warn_without_leader(r)
-    else:
-        r.metrics["leader"] = float(leader)
-    return leader
 
 
 def key_of(r: Replica, key: Tensor, members: Sequence[int] | None = None) -> int:
@@ -244,21 +185,82 @@ def two_level_broadcast_(comm: Comm, x: Tensor, source: int, node_size: int) -> 
     return chain_broadcast_(comm, x, chain_from(first + place, range(first, first + node_size)))
 
 
-def broadcast_leader(r: Replica, leader: int) -> Tensor:
-    """Broadcast the leader's parameters: returns `r.x` itself on the leader, a new vector on other ranks."""
-    x = r.x if r.comm.rank == leader else torch.empty_like(r.x)
-    return r.comm.broadcast_(x, leader).wait()
+class LeaderStrategy(Strategy):
+    """A strategy that pulls workers to the best of them.
 
-
-def leader_or_mean(strategy: Strategy, r: Replica, at: At, metric: ScoreSource) -> Tensor:
-    """Return the best worker's parameters, equal on all ranks, or the mean of all if no score is finite.
-
-    An outer step starts from the mean. With a `ScoreFunction`, which scores the workers of this run, another number of
-    workers also continues from the mean.
+    Attributes:
+        period: the losses of the window, or over which the moving average decays.
+        pull: the part of the way to the leader.
+        metric: "window" scores the mean of the last losses, "ema" their exponential moving average.
+        result: the parameters to evaluate and save.
     """
-    if r.comm.size == 1 or at == "outer" or (at != "now" and isinstance(metric, ScoreFunction)):
-        return Strategy.average(strategy, r, at)
-    least = key_of(r, r.comm.all_reduce_(encode_key(r, local_score(r, metric)), op="min").wait())
-    if least >> 32 >= _NOT_FINITE:
-        return mean_(r.comm, r.x.clone()).wait()
-    return r.comm.broadcast_(r.x.clone(), least & _RANKS).wait()
+
+    period: int = 1
+    pull: float
+    metric: ScoreSource = "window"
+    result: Literal["leader", "mean"] = "leader"
+
+    paper = "Teng et al., Leader Stochastic Gradient Descent, NeurIPS 2019, arXiv:1905.10395"
+
+    def start(self, r: Replica) -> None:
+        """Allocate the losses; call a score function once to check it."""
+        if isinstance(self.metric, ScoreFunction):
+            self.metric(r)
+        else:
+            r.state["losses"] = r.x.new_zeros(self.period if self.metric == "window" else 1, dtype=torch.float32)
+            r.state["num_losses"] = torch.zeros((), dtype=torch.int64, device="cpu")
+        r.state["rounds_without_leader"] = torch.zeros((), dtype=torch.int64, device="cpu")
+
+    def record_loss(self, r: Replica) -> None:
+        """Record this step's loss from `worker.record_batch`, if any, without waiting for the device."""
+        if r.loss is None or isinstance(self.metric, ScoreFunction):
+            return
+        losses, count = r.state["losses"], r.state["num_losses"]
+        if self.metric == "window":
+            losses[int(count) % len(losses)] = r.loss
+        else:
+            # Restarts after a non-finite loss: the mean would otherwise stay NaN.
+            restart = (count == 0).to(losses.device) | ~torch.isfinite(losses)
+            losses.copy_(torch.where(restart, r.loss, losses.lerp(r.loss.expand(1), 1 / self.period)))
+        count += 1
+
+    def score(self, r: Replica) -> Tensor | None:
+        """Return this worker's score; None if it has recorded no loss."""
+        if isinstance(self.metric, ScoreFunction):
+            return self.metric(r)
+        # The zeros in the rest of the window would improve the score.
+        losses = r.state["losses"][: int(r.state["num_losses"])]
+        return losses.mean() if len(losses) else None
+
+    def elect(self, r: Replica) -> int | None:
+        """Elect the leader and record it in the metrics; warn once per run and return None if no score is finite."""
+        leader = elect(r, self.score(r))
+        if leader is None:
+            warn_without_leader(r)
+        else:
+            r.metrics["leader"] = float(leader)
+        return leader
+
+    def follow_(self, r: Replica) -> None:
+        """Elect the leader, and move a part of the way to it."""
+        leader = self.elect(r)
+        if leader is None or not self.pull:
+            return
+        x = r.x if r.comm.rank == leader else torch.empty_like(r.x)
+        z = r.comm.broadcast_(x, leader).wait()
+        if r.comm.rank != leader:
+            r.x.lerp_(z, self.pull)
+
+    def average(self, r: Replica, at: At = "now") -> Tensor:
+        """Return the best worker's parameters, equal on all ranks, or the mean of all if `result` is "mean".
+
+        An outer step starts from the mean. With a `ScoreFunction`, which scores the workers of this run, another number
+        of workers also continues from the mean; and all do if no score is finite.
+        """
+        of_this_run = at != "now" and isinstance(self.metric, ScoreFunction)
+        if self.result == "mean" or r.comm.size == 1 or at == "outer" or of_this_run:
+            return super().average(r, at)
+        least = key_of(r, r.comm.all_reduce_(encode_key(r, self.score(r)), op="min").wait())
+        if least >> 32 >= _NOT_FINITE:
+            return mean_(r.comm, r.x.clone()).wait()
+        return r.comm.broadcast_(r.x.clone(), least & _RANKS).wait()

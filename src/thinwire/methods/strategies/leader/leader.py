@@ -4,27 +4,15 @@
 from functools import cached_property
 from typing import Annotated, Literal
 
-from torch import Tensor
-
 from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import Range
-from thinwire.methods.strategies.base import At, Strategy
-from thinwire.methods.strategies.leader.election import (
-    ScoreFunction,
-    ScoreSource,
-    broadcast_leader,
-    elect_or_warn,
-    init_scores,
-    leader_or_mean,
-    local_score,
-    record_loss,
-)
+from thinwire.methods.strategies.leader.election import LeaderStrategy, ScoreFunction, ScoreSource
 from thinwire.methods.strategies.traits import Traits
 from thinwire.registry import registered
 
 
 @registered
-class LeaderSGD(Strategy):
+class LeaderSGD(LeaderStrategy):
     r"""Leader SGD: train locally, and every `period` steps move all workers a part of the way to the best one.
 
     With $z = x_j$ of the worker $j$ whose recent losses are lowest,
@@ -70,7 +58,6 @@ class LeaderSGD(Strategy):
     metric: ScoreSource = "window"
     result: Literal["leader", "mean"] = "mean"
 
-    paper = "Teng et al., Leader Stochastic Gradient Descent, NeurIPS 2019, arXiv:1905.10395"
     waits = "every `period` steps, all wait for the slowest and for the leader's parameters"
     limits = "workers need similar data: the one with the easiest data would always lead"
 
@@ -79,22 +66,8 @@ class LeaderSGD(Strategy):
         """See `Traits`."""
         return Traits(period=self.period, reads_loss=not isinstance(self.metric, ScoreFunction))
 
-    def start(self, r: Replica) -> None:
-        """Allocate the losses."""
-        init_scores(r, self.metric, self.period)
-
     def after_step(self, r: Replica) -> None:
         """Record the loss; at the end of the period, elect a leader and move towards it."""
-        record_loss(r, self.metric, self.period)
-        if r.comm.size == 1 or self.pull == 0 or r.step % self.period:
-            return
-        leader = elect_or_warn(r, local_score(r, self.metric))
-        if leader is None:
-            return
-        z = broadcast_leader(r, leader)
-        if z is not r.x:
-            r.x.lerp_(z, self.pull)
-
-    def average(self, r: Replica, at: At = "now") -> Tensor:
-        """Return the current leader's parameters or the mean of all workers, depending on `result`."""
-        return Strategy.average(self, r, at) if self.result == "mean" else leader_or_mean(self, r, at, self.metric)
+        self.record_loss(r)
+        if r.comm.size > 1 and self.pull and r.step % self.period == 0:
+            self.follow_(r)

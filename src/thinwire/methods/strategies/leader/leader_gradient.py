@@ -5,25 +5,17 @@ from functools import cached_property
 from typing import Annotated
 
 import torch
-from torch import Tensor
 
 from thinwire.core.replica.displacement import descend_
 from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import Range
-from thinwire.methods.strategies.base import At, Strategy
-from thinwire.methods.strategies.leader.election import (
-    elect_or_warn,
-    init_scores,
-    leader_or_mean,
-    local_score,
-    record_loss,
-)
+from thinwire.methods.strategies.leader.election import LeaderStrategy
 from thinwire.methods.strategies.traits import Traits
 from thinwire.registry import registered
 
 
 @registered
-class LeaderGradientDescent(Strategy):
+class LeaderGradientDescent(LeaderStrategy):
     r"""Leader gradient descent: at every step, add to each worker's gradient a pull towards the best of them.
 
     With $z = x_j$ of the worker $j$ whose loss at this step is lowest,
@@ -60,7 +52,6 @@ class LeaderGradientDescent(Strategy):
 
     pull: Annotated[float, Range("[0, inf)", "0.1 is usual")] = 0.1
 
-    paper = "Teng et al., Leader Stochastic Gradient Descent, NeurIPS 2019, arXiv:1905.10395"
     waits = "every step, all wait for the slowest worker and for the leader's parameters"
     limits = "communicates at every step; LeaderSGD communicates once per period"
 
@@ -69,3 +60,22 @@ class LeaderGradientDescent(Strategy):
         """See `Traits`."""
         return Traits(reads_loss=True)
 
+    def before_step(self, r: Replica) -> None:
+        """Save the parameters before the step, for the pull."""
+        if r.comm.size > 1 and self.pull:
+            r.state["anchor"] = r.x.clone()
+
+    def after_step(self, r: Replica) -> None:
+        """Elect the leader by the losses at the saved parameters, and pull towards its saved parameters."""
+        # After the optimizer's step: its weight decay, like the gradient, belongs to the parameters before the pull.
+        self.record_loss(r)
+        anchor = r.state.pop("anchor", None)
+        if anchor is None:
+            return
+        leader = self.elect(r)
+        if leader is None:
+            return
+        mine = r.comm.rank == leader
+        z = r.comm.broadcast_(anchor if mine else torch.empty_like(anchor), leader).wait()
+        if not mine:
+            descend_(r.x, anchor.sub_(z), r.lr, self.pull)

@@ -6,26 +6,21 @@ from functools import cached_property
 from typing import Annotated, Literal
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.core.comm.members import check_nodes
 from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import Range
 from thinwire.errors import ConfigError
-from thinwire.methods.strategies.base import At, Strategy
 from thinwire.methods.strategies.leader.election import (
+    LeaderStrategy,
     ScoreFunction,
     ScoreSource,
     best_rank,
     chain_broadcast_,
     chain_from,
     gather_keys,
-    init_scores,
     key_of,
-    leader_or_mean,
-    local_score,
-    record_loss,
     two_level_broadcast_,
     warn_without_leader,
 )
@@ -34,7 +29,7 @@ from thinwire.registry import registered
 
 
 @registered
-class MultiLeaderSGD(Strategy):
+class MultiLeaderSGD(LeaderStrategy):
     r"""Leader SGD with a leader for each node, and one for all.
 
     With $z_k$ the best worker of node $k$ of $m$ consecutive ranks and $z$ the best of all, by recent losses,
@@ -96,7 +91,6 @@ class MultiLeaderSGD(Strategy):
             reads_loss=not isinstance(self.metric, ScoreFunction),
         )
 
-    paper = "Teng et al., Leader Stochastic Gradient Descent, NeurIPS 2019, arXiv:1905.10395"
     waits = (
         "every `period` steps, the workers of a node wait for its slowest and for its leader's parameters; every "
         "`global_period` steps, all workers wait"
@@ -114,19 +108,15 @@ class MultiLeaderSGD(Strategy):
         """Check that the workers fill whole nodes."""
         check_nodes(self.node_size, size)
 
-    def start(self, r: Replica) -> None:
-        """Allocate the losses."""
-        init_scores(r, self.metric, self.period)
-
     def after_step(self, r: Replica) -> None:
         """Record the loss; at the end of a period follow the node's leader, and if due, the leader of all."""
-        record_loss(r, self.metric, self.period)
+        self.record_loss(r)
         if r.comm.size == 1 or self.pull == self.global_pull == 0 or r.step % self.period:
             return
         first = r.comm.rank - r.comm.rank % self.node_size
         node, all_ranks = range(first, first + self.node_size), range(r.comm.size)
         both = r.step % self.global_period == 0
-        gathered = gather_keys(r, local_score(r, self.metric), all_ranks if both else node)
+        gathered = gather_keys(r, self.score(r), all_ranks if both else node)
         keys = {rank: key_of(r, key, node) for rank, key in gathered.items()}
         node_leader = best_rank([keys[rank] for rank in node])
         leader = best_rank(list(keys.values())) if both else None
@@ -137,10 +127,6 @@ class MultiLeaderSGD(Strategy):
         self._follow_(r, leader, self.global_pull, all_ranks)
         if leader is not None:
             r.metrics["leader"] = float(leader)
-
-    def average(self, r: Replica, at: At = "now") -> Tensor:
-        """Return the current leader's parameters or the mean of all workers, depending on `result`."""
-        return Strategy.average(self, r, at) if self.result == "mean" else leader_or_mean(self, r, at, self.metric)
 
     def _follow_(self, r: Replica, leader: int | None, pull: float, members: Sequence[int]) -> None:
         """Move the members, including this rank, a part of the way to the leader."""
