@@ -47,7 +47,6 @@ from thinwire import (
 from thinwire.elastic.handover import hand_over
 from thinwire.elastic.rounds import Elastic
 from thinwire.methods.codecs.base import draw_key
-from thinwire.methods.strategies.gradients.dynamic_quantization import _QuantizationState
 from thinwire.methods.strategies.gradients.sketches import Table
 from thinwire.worker.worker import internals_of
 
@@ -317,8 +316,7 @@ def test_who_has_planned_a_pass_by_squares_that_others_have_dropped_plans_as_the
         (r,) = worker.replicas
         if comm.rank == 1:
             # The beginning of a pass, which the others are about to begin.
-            strategy._plan(r, state := _QuantizationState.of(r))
-            state.store(r)
+            strategy._plan(r)
         strategy.change_view(r, 3)
         steps(worker, [batch(comm.rank, number) for number in range(3, 6)])
         return r.state["ledger"].tolist(), r.x.clone()

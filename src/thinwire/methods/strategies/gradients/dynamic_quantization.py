@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from functools import cached_property
 from math import inf
 
@@ -114,36 +113,42 @@ class DQSGD(Strategy):
         )
         check_range("answer", self.answer, f"0..{MOST - self.rule.most}", fix)
 
+    # `r.state` has:
+    #     ledger: fp64 [6]; a `BitLedger`.
+    #     plan: int64 [buckets, 3]; start, stop and bits of every bucket, as planned for this backward pass.
+    #     sent: int64 [buckets, 3]; the same for the buckets of this backward pass so far.
+    #     last_squares: fp64 [buckets]; the squares of the last finite step, over all workers.
+    #     lr_and_share: fp64 [2]; the learning rate of the plan, and the `share` of a `Step`.
+    #     squares: fp64 [buckets so far]; this worker's squares, until they are sent.
+
     def start(self, r: Replica) -> None:
         """Start with an empty ledger and no buckets."""
-        _QuantizationState(
-            ledger=BitLedger().to_tensor(),
-            plan=torch.zeros(0, 3, dtype=torch.int64, device="cpu"),
-            sent=torch.zeros(0, 3, dtype=torch.int64, device="cpu"),
-            last_squares=torch.zeros(0, dtype=torch.float64, device="cpu"),
-            lr_and_error=torch.zeros(2, dtype=torch.float64, device="cpu"),
-            squares=r.x.new_zeros(0, dtype=torch.float64),
-        ).store(r)
+        r.state["ledger"] = BitLedger().to_tensor()
+        r.state["lr_and_share"] = torch.zeros(2, dtype=torch.float64, device="cpu")
+        r.state["squares"] = r.x.new_zeros(0, dtype=torch.float64)
+        self._forget_buckets(r)
+
+    def _forget_buckets(self, r: Replica) -> None:
+        r.state["plan"], r.state["sent"] = _no_buckets(), _no_buckets()
+        r.state["last_squares"] = torch.zeros(0, dtype=torch.float64, device="cpu")
 
     def on_gradient(self, r: Replica, part: slice) -> Work[Tensor]:
         """Launch the compressed mean of one bucket; after the last one, the sum of squares."""
-        state = _QuantizationState.of(r)
         # Buckets are final in order from the end of the vector to its beginning.
         if part.stop == r.x.numel():
-            self._plan(r, state)
+            self._plan(r)
         # Divided by the ranks with data, so that the sum is the mean square of one worker.
-        state.squares = torch.cat([state.squares, square_of(r.g[part], self.block).reshape(1) / r.active])
-        bits, key = self._bits_of(state, part), draw_key(r.seed, r.step, offset=part.start)
+        squares = torch.cat([r.state["squares"], square_of(r.g[part], self.block).reshape(1) / r.active])
+        bits, key = self._bits_of(r, part), draw_key(r.seed, r.step, offset=part.start)
         codec, server = self._codec(bits), Fp32() if self.answer is None else self._codec(bits + self.answer)
         mean = two_stage_mean_(
             r.comm, r.g[part], codec, {}, key=key, count=r.active, pending=r.pending_means, server=server
         )
         if part.start == 0:
-            total = r.comm.all_reduce_(state.squares)
             # Collected by the next backward pass, so that it delays no worker.
-            r.launch("squares", total.then(lambda squares: [squares]))
-            state.squares = state.squares.new_zeros(0)
-        state.store(r)
+            r.launch("squares", r.comm.all_reduce_(squares).then(lambda squares: [squares]))
+            squares = squares.new_zeros(0)
+        r.state["squares"] = squares
         return mean
 
     def regroup(self, r: Replica, before: int) -> None:
@@ -151,106 +156,67 @@ class DQSGD(Strategy):
 
         If a worker was lost during a pass, only some workers have used the squares of the pass before.
         """
-        state = _QuantizationState.of(r)
-        ledgers = r.comm.all_gather(state.ledger.to(r.x.device)).wait()
-        state.ledger = max((each.cpu() for each in ledgers), key=lambda ledger: float(ledger[0]))
-        state.plan, state.sent = (torch.zeros(0, 3, dtype=torch.int64, device="cpu") for _ in range(2))
-        state.last_squares = torch.zeros(0, dtype=torch.float64, device="cpu")
+        ledgers = r.comm.all_gather(r.state["ledger"].to(r.x.device)).wait()
+        r.state["ledger"] = max((each.cpu() for each in ledgers), key=lambda ledger: float(ledger[0]))
         r.inflight.pop("squares", None)
-        state.store(r)
+        self._forget_buckets(r)
 
     # -- the bits of a step ----------------------------------------------------------------------------------------
 
-    def _plan(self, r: Replica, state: _QuantizationState) -> None:
+    def _plan(self, r: Replica) -> None:
         """Add the previous step, whose squares have arrived, to the ledger, and choose the bits of this step."""
         # Sums of a backward pass without a step are dropped.
-        state.squares = r.x.new_zeros(0, dtype=torch.float64)
-        state.plan, state.sent = state.sent, torch.zeros(0, 3, dtype=torch.int64, device="cpu")
+        r.state["squares"] = r.x.new_zeros(0, dtype=torch.float64)
+        r.state["plan"], r.state["sent"] = r.state["sent"], _no_buckets()
         received = r.collect("squares")
-        # Each further bit at least halves a level, which divides the squared error of the mean by four.
-        answer_error = 0.0 if self.answer is None else 0.25**self.answer
         found = r.lr
         lr = found if not isinstance(found, Tensor) else decide(found, lambda: float(found.max()), most=1.0, least=1.0)
+        # Each further bit at least halves a level, which divides the squared error of the mean by four.
+        answer_error = 0.0 if self.answer is None else 0.25**self.answer
         error = (1 if self.correlated else 1 / r.active) + answer_error
+        share = error / 3 if self.dither else error
         if received is not None:
-            ledger, sizes = self._settled(r, state, received[0])
-            squares = state.last_squares.tolist()
+            ledger, sizes = self._settled(r, received[0])
+            squares = r.state["last_squares"].tolist()
             # Saved squares may belong to other buckets if a resumed run has another bucket size.
             squares = squares if len(squares) == len(sizes) else [inf] * len(sizes)
-            step, rule = Step(squares, sizes, lr, self._error_share(error)), self.rule
+            step, rule = Step(squares, sizes, lr, share), self.rule
             most, least = ([bits] * len(sizes) for bits in (rule.most, rule.least))
             chosen = decide(received[0], lambda: rule.choose(ledger, step), most=most, least=least)
-            state.plan[:, 2] = torch.tensor(chosen, dtype=torch.int64, device="cpu")
-        state.lr_and_error = torch.tensor((lr, error), dtype=torch.float64, device="cpu")
+            r.state["plan"][:, 2] = torch.tensor(chosen, dtype=torch.int64, device="cpu")
+        r.state["lr_and_share"] = torch.tensor((lr, share), dtype=torch.float64, device="cpu")
 
-    def _settled(self, r: Replica, state: _QuantizationState, squares: Tensor) -> tuple[BitLedger, list[int]]:
+    def _settled(self, r: Replica, squares: Tensor) -> tuple[BitLedger, list[int]]:
         """Return the ledger after the previous step, and the sizes of its buckets."""
-        buckets = state.plan.tolist()
+        buckets, squares = r.state["plan"].tolist(), on_host(squares)
         sizes, bits = [stop - start for start, stop, _ in buckets], [each for _, _, each in buckets]
-        ledger, (lr, error) = BitLedger.read(state.ledger), state.lr_and_error.tolist()
-        unknown = Step([], sizes, lr, error)
-        squares = on_host(squares)
-        if not all_finite(squares):
-            ledger = skipped_step(ledger, unknown, bits)
-        else:
-            state.last_squares = squares
-            ledger = self.rule.settle(
-                ledger, Step(state.last_squares.tolist(), sizes, lr, self._error_share(error)), bits
-            )
-        sent_bits = unknown.mean_bits(bits)
+        ledger, finite = BitLedger.read(r.state["ledger"]), all_finite(squares)
+        step = Step(squares.tolist() if finite else [], sizes, *r.state["lr_and_share"].tolist())
+        if finite:
+            r.state["last_squares"] = squares
+        ledger = self.rule.settle(ledger, step, bits) if finite else skipped_step(ledger, step, bits)
+        sent_bits = step.mean_bits(bits)
         ledger = ledger.with_answer(_FP32_BITS if self.answer is None else sent_bits + self.answer)
-        state.ledger = ledger.to_tensor()
+        r.state["ledger"] = ledger.to_tensor()
         r.metrics["bits"] = sent_bits
         r.metrics["spent_bits_per_entry"] = ledger.bits
         r.metrics["answered_bits_per_entry"] = ledger.answered
         r.metrics["quantisation_error"] = ledger.error
         return ledger, sizes
 
-    def _bits_of(self, state: _QuantizationState, part: slice) -> int:
+    def _bits_of(self, r: Replica, part: slice) -> int:
         """Return the planned bits of this bucket, or of unknown squares if the last step did not have this bucket."""
         place = [part.start, part.stop]
-        bits = next((each for *known, each in state.plan.tolist() if known == place), 0)
+        bits = next((each for *known, each in r.state["plan"].tolist() if known == place), 0)
         if not bits:
-            unknown = Step([inf], [part.stop - part.start], *state.lr_and_error.tolist())
-            (bits,) = self.rule.choose(BitLedger.read(state.ledger), unknown)
-        state.sent = torch.cat([state.sent, torch.tensor([[*place, bits]], dtype=torch.int64, device="cpu")])
+            unknown = Step([inf], [part.stop - part.start], *r.state["lr_and_share"].tolist())
+            (bits,) = self.rule.choose(BitLedger.read(r.state["ledger"]), unknown)
+        r.state["sent"] = torch.cat([r.state["sent"], torch.tensor([[*place, bits]], dtype=torch.int64, device="cpu")])
         return bits
 
     def _codec(self, bits: int) -> Quantize:
         return Quantize(bits, self.block, self.dither, self.correlated)
 
-    def _error_share(self, error: float) -> float:
-        """Return the mean square error of both stages together, relative to 1/4 of a level's square."""
-        return error / 3 if self.dither else error
 
-
-@dataclass
-class _QuantizationState:
-    """The state between backward passes; `Replica.state` has every field under its name, so it is saved.
-
-    Attributes:
-        ledger: fp64 [6]; a `BitLedger`.
-        plan: int64 [buckets, 3]; start, stop and bits of every bucket, as planned for this backward pass.
-        sent: int64 [buckets, 3]; the same for the buckets of this backward pass so far.
-        last_squares: fp64 [buckets]; the squares of the last finite step, over all workers.
-        lr_and_error: fp64 [2]; the plan's learning rate, and its squared error of both stages divided by that of one
-            worker's payload.
-        squares: fp64 [buckets so far]; this worker's squares, until they are sent.
-    """
-
-    ledger: Tensor
-    plan: Tensor
-    sent: Tensor
-    last_squares: Tensor
-    lr_and_error: Tensor
-    squares: Tensor
-
-    @classmethod
-    def of(cls, r: Replica) -> _QuantizationState:
-        """Read the fields from `r.state`."""
-        return cls(**{field.name: r.state[field.name] for field in fields(cls)})
-
-    def store(self, r: Replica) -> None:
-        """Write the fields to `r.state`."""
-        for field in fields(self):
-            r.state[field.name] = getattr(self, field.name)
+def _no_buckets() -> Tensor:
+    return torch.zeros(0, 3, dtype=torch.int64, device="cpu")
