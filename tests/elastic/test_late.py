@@ -857,7 +857,7 @@ def test_every_worker_is_refused_and_keeps_its_model(strategy: Strategy) -> None
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"late": "never"}, "late='never': must be"),
+        ({"late": "never"}, "late must be 'off' or 'discounted' or 'full'"),
         ({"carry": "full"}, "delay=0 with carry='full'"),
         ({"codec": OneBit()}, "ErrorFeedback"),
         ({"codec": Gathered(Nearest(bits=8))}, "without Gathered"),

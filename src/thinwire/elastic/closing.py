@@ -21,9 +21,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from thinwire.asynchronous.quorum.rules import deadline
+from thinwire.core.validation import Range, check_fields
 from thinwire.errors import ConfigError
 
 LateRule = Literal["off", "discounted", "full"]
@@ -57,18 +58,13 @@ class CloseRule:
         ConfigError: a value is out of its range.
     """
 
-    quorum: float = 0.75
-    tokens: float = 0.0
-    deviations: float = 1.0
+    quorum: Annotated[float, Range("(0, 1]", "Use 1 to wait for all workers")] = 0.75
+    tokens: Annotated[float, Range("[0, inf)", "Use 0 for no such rule")] = 0.0
+    deviations: Annotated[float, Range("[0, inf)", "1 is usual")] = 1.0
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
-        if not 0 < self.quorum <= 1:
-            raise ConfigError(f"quorum={self.quorum}: must lie in (0, 1]. Use 1 to wait for all workers")
-        if not 0 <= self.tokens < float("inf"):
-            raise ConfigError(f"tokens={self.tokens}: must be finite and not negative. Use 0 for no such rule")
-        if not 0 <= self.deviations < float("inf"):
-            raise ConfigError(f"deviations={self.deviations}: must be finite and not negative. 1 is usual")
+        """Check the values."""
+        check_fields(self)
 
 
 @dataclass(frozen=True, order=True)

@@ -83,12 +83,6 @@ class LateMerging(CloseRule, ElasticOptions):
     def __post_init__(self) -> None:
         """Check the values."""
         super().__post_init__()
-        if self.late not in ("off", "discounted", "full"):
-            raise ConfigError(f"late={self.late!r}: must be 'off', 'discounted' or 'full'. Use 'discounted'")
-        if self.carry not in ("off", "full", "adaptive"):
-            raise ConfigError(f"carry={self.carry!r}: must be 'off', 'full' or 'adaptive'. Use 'off'")
-        if self.merge not in ("mean", "radial"):
-            raise ConfigError(f"merge={self.merge!r}: must be 'mean' or 'radial'. Use 'mean'")
         if self.delay < 0 or (self.carry != "off" and self.delay == 0):
             raise ConfigError(
                 f"delay={self.delay} with carry={self.carry!r}: it must not be negative, and only steps of a delay can "

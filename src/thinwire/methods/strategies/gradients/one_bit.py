@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Average gradients during a warm-up, then momenta in one bit per entry."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated
 
@@ -16,7 +16,6 @@ from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import Range
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, check_payloads, check_sizes, draw_key
-from thinwire.methods.codecs.feedback import resize_errors
 from thinwire.methods.codecs.one_bit import OneBit
 from thinwire.methods.optimizers.freezing import FreezingOptimizer
 from thinwire.methods.optimizers.replica_view import momentum_vector, replica_view
@@ -181,10 +180,6 @@ class CompressedMomentum(Strategy):
             settled = False
         if settled:
             view.optimizer.freeze()
-
-    def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
-        """Return the states for another number of workers, with the same residuals in total."""
-        return resize_errors(states, size)
 
     def _target(self, r: Replica) -> Tensor:
         return momentum_vector(r, overwrites=not self.overlap)  # with it, the backward pass still adds to the gradient

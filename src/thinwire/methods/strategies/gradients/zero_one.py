@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """0/1 Adam: average gradients and compressed momenta at fewer and fewer steps, with local steps in between."""
 
-from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated
 
@@ -14,7 +13,6 @@ from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import Range
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, check_payloads, check_sizes, draw_key
-from thinwire.methods.codecs.feedback import resize_errors
 from thinwire.methods.codecs.one_bit import OneBit
 from thinwire.methods.optimizers.replica_view import momentum_vector, replica_view
 from thinwire.methods.optimizers.zero_one_adam import ZeroOneAdam
@@ -100,10 +98,6 @@ class ZeroOne(Strategy):
             raise ConfigError(
                 f"{type(optimizer).__name__} under ZeroOne: it has no local steps to synchronize. Use ZeroOneAdam"
             )
-
-    def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
-        """Redistribute residuals over another number of workers, with the same effect on the mean."""
-        return resize_errors(states, size)
 
     def averages_gradients(self, step: int) -> bool:
         """Return True if this step averages gradients and updates the variance."""
