@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cached_property, wraps
-from inspect import signature
 from typing import Any, Literal
 
 from torch import Tensor
@@ -109,6 +108,10 @@ class Wrapper(Strategy):
         """Return the base's replica: the same vectors, with separate names."""
         return r.part("base")
 
+    def inners(self, r: Replica) -> Iterable[Replica]:
+        """Return the replicas on which the base's hooks run, one after the other."""
+        return (self.inner(r),)
+
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
         """Run the base's check; the base must not skip steps, nor contain a wrapper of the same kind."""
         if any(type(each) is type(self) for each in nested(self.base)):
@@ -138,14 +141,11 @@ def _named(state: Mapping[str, Tensor], *, inside: bool) -> dict[str, Tensor]:
 
 def _of_base(name: str) -> Callable[..., Any]:
     """Return a hook that calls the base's."""
-    hook: Callable[..., Any] = getattr(Strategy, name)
-    takes_replica = "r" in signature(hook).parameters
 
-    @wraps(hook)
-    def forwarded(self: Wrapper, *arguments: Any, **named: Any) -> Any:
-        if takes_replica:
-            arguments = (self.inner(arguments[0]), *arguments[1:])
-        return getattr(self.base, name)(*arguments, **named)
+    @wraps(getattr(Strategy, name))
+    def forwarded(self: Wrapper, r: Replica, *arguments: Any, **named: Any) -> Any:
+        *_, found = [getattr(self.base, name)(inner, *arguments, **named) for inner in self.inners(r)]
+        return found
 
     return forwarded
 

@@ -102,46 +102,22 @@ class Streaming(Wrapper):
         super().check(size, optimizer)
         check_blocks(self.base, f"in {self.fragments} fragments")
 
-    def start(self, r: Replica) -> None:
-        """Start the base for each fragment."""
-        for fragment in self._fragments(r):
-            self.base.start(fragment)
-
-    def before_step(self, r: Replica) -> None:
-        """Run the base's hook for each fragment."""
-        for fragment in self._fragments(r):
-            self.base.before_step(fragment)
-
-    def after_step(self, r: Replica) -> None:
-        """Run the base's hook for each fragment."""
-        for fragment in self._fragments(r):
-            self.base.after_step(fragment)
-
     def fragments_in(self, r: Replica) -> list[tuple[Replica, int]]:
         """Return the fragments, the last one first, since it is ahead of the others."""
         period = self.base.traits.period or 1
         ends = [period - f * period // self.fragments for f in range(self.fragments)]
-        return list(zip(self._fragments(r), ends, strict=True))[::-1]
-
-    def restart(self, r: Replica) -> None:
-        """Restart the base for each fragment."""
-        for fragment in self._fragments(r):
-            self.base.restart(fragment)
-
-    def regroup(self, r: Replica, before: int) -> None:
-        """Run the base's hook for each fragment."""
-        for fragment in self._fragments(r):
-            self.base.regroup(fragment, before)
+        return list(zip(self.inners(r), ends, strict=True))[::-1]
 
     def average(self, r: Replica, at: At = "now") -> Tensor:
         """Return the base's averages of all fragments."""
-        return torch.cat([self.base.average(fragment, at) for fragment in self._fragments(r)])
+        return torch.cat([self.base.average(fragment, at) for fragment in self.inners(r)])
 
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]] | None:
         """Redistribute each fragment's state with the base's hook."""
         return resized_parts(self.base, [f"fragment-{f}/" for f in range(self.fragments)], states, size)
 
-    def _fragments(self, r: Replica) -> Iterator[Replica]:
+    def inners(self, r: Replica) -> Iterator[Replica]:
+        """Yield the fragments, for each of which the base's hooks run."""
         # Integer division, so that fragments cover the vector without gap or overlap.
         edges = [f * r.x.numel() // self.fragments for f in range(self.fragments + 1)]
         period = self.base.traits.period or 1
