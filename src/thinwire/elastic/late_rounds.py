@@ -25,8 +25,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +38,7 @@ from thinwire.core.comm.bucket import AWAITED_SECONDS
 from thinwire.core.comm.threads import single_worker
 from thinwire.core.kernels import all_finite
 from thinwire.core.kernels.decisions import host_copy
+from thinwire.core.replica.flat import restored
 from thinwire.core.replica.replica import Replica
 from thinwire.core.storage.tree import from_bytes, to_bytes
 from thinwire.core.view import View
@@ -666,7 +666,7 @@ class LateRounds:
             return
         weights = closing.weights(self.options.late)
         fragment = self._fragments[closing.round % len(self._fragments)]
-        with _kept(fragment.parts):
+        with restored([part.x for part in fragment.parts]):
             for i, (part, point) in enumerate(zip(fragment.parts, fragment.points, strict=True)):
                 like = _exact(point)
                 merge = _Merge(like, self._turned(part))
@@ -777,7 +777,7 @@ class LateRounds:
         self._publish({**self._common_state(), "late": late}, keys)
 
     def _common_state(self) -> dict[str, Any]:
-        with _kept([part for each in self._fragments for part in each.parts]):
+        with restored([part.x for each in self._fragments for part in each.parts]):
             for fragment in self._fragments:
                 for part, point in zip(fragment.parts, fragment.points, strict=True):
                     part.x.copy_(point)
@@ -1087,17 +1087,6 @@ class LateRounds:
     def close(self) -> None:
         """Leave: the others no longer wait for this worker."""
         self._membership.close()
-
-
-@contextmanager
-def _kept(parts: Sequence[Replica]) -> Generator[None]:
-    """Restore these vectors at the end of the block."""
-    own = [part.x.clone() for part in parts]
-    try:
-        yield
-    finally:
-        for part, x in zip(parts, own, strict=True):
-            part.x.copy_(x)
 
 
 class _Merge:

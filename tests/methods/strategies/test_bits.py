@@ -219,7 +219,7 @@ def test_a_skipped_step_costs_bits_and_adds_no_error() -> None:
 
 test_rules_that_cannot_work_are_refused = refusals(
     [
-        (lambda: FixedBits(1), r"least=1, most=1: must lie in 2\.\.8"),
+        (lambda: FixedBits(1), r"bits=1: must lie in 2\.\.8"),
         (lambda: FixedBits(4.5), "bits must be a whole number"),
         (lambda: BitBudget(9.0), "bits=9.0: must lie between least=2 and most=8"),
         (lambda: BitBudget(4.0, 0), "steps=0: must be at least 1"),

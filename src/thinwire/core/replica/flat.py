@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many tensors in one flat vector, with a named segment for each."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -77,3 +78,15 @@ def flatten(tensors: Sequence[Tensor], segments: Sequence[Segment]) -> Tensor:
 def copy_each_(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy many tensors in one call, which is one kernel on a GPU."""
     foreach.copy_(targets, sources)
+
+
+@contextmanager
+def restored(tensors: Sequence[Tensor]) -> Generator[None]:
+    """Restore the values of these tensors at the end of the block."""
+    own = [x.detach().clone() for x in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for x, value in zip(tensors, own, strict=True):
+                x.copy_(value)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from thinwire.core.kernels import Flag, join
 from thinwire.core.kernels.decisions import to_device
+from thinwire.errors import CommError
 
 HEADER_BYTES = 16
 _MAGIC = 0xC7
@@ -59,6 +60,15 @@ class Opened(NamedTuple):
     valid: Flag
     usable: Flag
     problem: Callable[[], str]
+
+    def refuse(self, where: str) -> None:
+        """Raise an error if there is a problem.
+
+        Raises:
+            CommError: with the rank, the step and the call in `where`.
+        """
+        if problem := self.problem():
+            raise CommError(f"{where}: {problem}. All ranks must run the same recipe and be at the same step")
 
 
 def codec_number(recipe: str, n: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.core.replica.flat import copy_each_
+from thinwire.core.replica.flat import copy_each_, restored
 from thinwire.core.torch_internals import foreach
 from thinwire.core.validation import check_range
 from thinwire.errors import ConfigError
@@ -129,17 +129,11 @@ class AcSA(ClosureOptimizer):
     def evaluating(self) -> Generator[None]:
         """Swap in the resulting parameters for evaluation and export, and restore the iterate afterwards."""
         held = [p for group in self.param_groups for p in group["params"] if "aggregate" in self.state.get(p, {})]
-        if not held:
-            yield
-            return
-        with torch.no_grad():
-            own = [p.detach().clone() for p in held]
-            copy_each_(held, [self.state[p]["aggregate"] for p in held])
-        try:
-            yield
-        finally:
+        with restored(held):
             with torch.no_grad():
-                copy_each_(held, own)
+                for parameter in held:
+                    parameter.copy_(self.state[parameter]["aggregate"])
+            yield
 
 
 def _stage_steps(group: dict[str, Any], lr: float) -> float:

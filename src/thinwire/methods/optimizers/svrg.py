@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from thinwire.core.replica.flat import restored
 from thinwire.core.validation import check_range
 from thinwire.errors import ConfigError
 from thinwire.methods.optimizers.base import evaluate
@@ -120,16 +121,12 @@ class Svrg(Optimizer):
 
     def _at_anchor(self, trained: list[tuple[Tensor, dict[str, Any]]], closure: Callable[[], float]) -> list[Tensor]:
         """Compute the mini-batch's gradients at the snapshot; restore the parameters even if the closure fails."""
-        here = [parameter.detach().clone() for parameter, _ in trained]
-        for parameter, _ in trained:
-            parameter.copy_(self.state[parameter]["anchor"])
-        self.zero_grad()
-        try:
+        with restored([parameter for parameter, _ in trained]):
+            for parameter, _ in trained:
+                parameter.copy_(self.state[parameter]["anchor"])
+            self.zero_grad()
             evaluate(closure)
             return [_gradient(parameter).clone() for parameter, _ in trained]
-        finally:
-            for (parameter, _), x in zip(trained, here, strict=True):
-                parameter.copy_(x)
 
     def _trained(self) -> list[tuple[Tensor, dict[str, Any]]]:
         return [(p, group) for group in self.param_groups for p in group["params"] if p.requires_grad]

@@ -19,7 +19,7 @@ from thinwire.core.comm.work import Work
 from thinwire.core.kernels import Flag, as_fp32, both, is_finite, read_flags
 from thinwire.core.kernels.decisions import holds
 from thinwire.core.replica.flat import Segment, cut_out
-from thinwire.errors import CommError, NonFiniteError
+from thinwire.errors import NonFiniteError
 from thinwire.methods.codecs.base import (
     Codec,
     Matrix,
@@ -549,9 +549,8 @@ def _two_stage_mean(comm: Comm, x: Tensor, ends: _Whole | _InParts, recipe: str)
     del gathered
 
     def refuse() -> None:
-        if problem := received.problem() or means.problem():
-            where = f"{comm.name(comm.rank)}, step {header.step}, compressed mean"
-            raise CommError(f"{where}: {problem}. All ranks must run the same recipe and be at the same step")
+        for opened in (received, means):
+            opened.refuse(f"{comm.name(comm.rank)}, step {header.step}, compressed mean")
 
     if means.valid is False:
         refuse()
@@ -636,13 +635,9 @@ def _gathered_mean(comm: Comm, x: Tensor, codec: Codec, residual: Tensor | None,
     received = unseal_all(gathered.wait(), header, inner.traits.dtype, comm.name)
     del gathered
 
-    def refuse() -> None:
-        if problem := received.problem():
-            where = f"{comm.name(comm.rank)}, step {header.step}, gathered mean"
-            raise CommError(f"{where}: {problem}. All ranks must run the same recipe and be at the same step")
-
+    where = f"{comm.name(comm.rank)}, step {header.step}, gathered mean"
     if received.valid is False:
-        refuse()
+        received.refuse(where)
     mean, usable = None, _known_for(inner, received.usable)
     if usable is not False:
         mean = inner.decode_sum(received.payloads, updated, keys).div_(count)
@@ -650,7 +645,7 @@ def _gathered_mean(comm: Comm, x: Tensor, codec: Codec, residual: Tensor | None,
     finite = yield usable
 
     if not finite or mean is None:
-        refuse()
+        received.refuse(where)
         x.fill_(torch.nan)
     else:
         if residual is not None:
@@ -787,7 +782,7 @@ def compressed_exchange(
         usable, valid = read_flags([opened.usable, opened.valid])
         where = f"{comm.name(comm.rank)}, step {comm.step}, compressed exchange"
         if not valid:
-            raise CommError(f"{where}: {opened.problem()}. All ranks must run the same recipe")
+            opened.refuse(where)
         if not usable:
             src = next(src for src, each in zip(sources, messages, strict=True) if not unseal(each, header)[0].finite)
             raise NonFiniteError(

@@ -11,7 +11,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from thinwire.core.validation import Range, check_range
+from thinwire.core.validation import Range
 from thinwire.errors import ConfigError
 from thinwire.methods.strategies.gradients.bits import (
     LEAST,
@@ -102,8 +102,19 @@ class Step:
         return sum(b * size for b, size in zip(bits, self.sizes, strict=True)) / max(1, sum(self.sizes))
 
 
+class _Rule:
+    """A rule that does not count the error of quantization."""
+
+    def settle(self, ledger: BitLedger, step: Step, bits: Sequence[int]) -> BitLedger:
+        """Return the ledger after a step whose squares are known."""
+        return ledger.after(step.mean_bits(bits), 0.0, step.square)
+
+
+Steps = Annotated[int, Range("1..", "Give the number of optimizer steps of the run")]
+
+
 @registered
-class FixedBits:
+class FixedBits(_Rule):
     """Use the same bits at every step, like the baselines of Yan et al., DQ-SGD, 2021, arXiv:2107.14575.
 
     Example:
@@ -114,10 +125,7 @@ class FixedBits:
         bits: bits per entry, 2 to 8.
     """
 
-    bits: int = 4
-
-    def __post_init__(self) -> None:
-        _check_range(self.bits, self.bits)
+    bits: Annotated[int, Range(f"{LEAST}..{MOST}", "4 is usual")] = 4
 
     @property
     def least(self) -> int:
@@ -133,13 +141,9 @@ class FixedBits:
         """Return the number of bits for each part of the gradient."""
         return [self.bits] * len(step.sizes)
 
-    def settle(self, ledger: BitLedger, step: Step, bits: Sequence[int]) -> BitLedger:
-        """Return the ledger after a step whose squares are known."""
-        return ledger.after(step.mean_bits(bits), 0.0, step.square)
-
 
 @registered
-class ErrorBound:
+class ErrorBound(_Rule):
     r"""Use the fewest bits with which quantization adds at most `error` to the bound on $F(x_T) - F^*$.
 
     Let $E_t$ be the error added before step $t$, which follows
@@ -178,7 +182,7 @@ class ErrorBound:
     """
 
     error: Annotated[float, Range("(0, inf)", "1e-3 is usual")] = 1e-3
-    steps: int = 1000
+    steps: Steps = 1000
     smoothness: float = 1.0
     strong_convexity: float = 0.0
     final_lr: Annotated[float | None, Range("[0, inf)", "None for a constant rate")] = None
@@ -188,7 +192,6 @@ class ErrorBound:
 
     def __post_init__(self) -> None:
         _check_range(self.least, self.most)
-        _check_steps(self.steps)
         if not 0 < self.smoothness < inf or not 0 <= self.strong_convexity <= self.smoothness:
             raise ConfigError(
                 f"smoothness={self.smoothness}, strong_convexity={self.strong_convexity}: the first must be positive "
@@ -224,7 +227,7 @@ class ErrorBound:
 
 
 @registered
-class BitBudget:
+class BitBudget(_Rule):
     r"""Use a mean number of bits per entry, with more bits for large gradients and, with `decay`, near the end.
 
     The error is smallest if $\log_2 s_t$ differs from its mean over the remaining steps by as much as
@@ -252,14 +255,13 @@ class BitBudget:
     """
 
     bits: float = 4.0
-    steps: int = 1000
+    steps: Steps = 1000
     decay: Annotated[float, Range("(0, 1]", "Use 1 for non-convex functions")] = 1.0
     least: int = LEAST
     most: int = MOST
 
     def __post_init__(self) -> None:
         _check_range(self.least, self.most)
-        _check_steps(self.steps)
         if not self.least <= self.bits <= self.most:
             raise ConfigError(f"bits={self.bits}: must lie between least={self.least} and most={self.most}")
 
@@ -275,10 +277,6 @@ class BitBudget:
         granted = min(granted + min(step.sizes) / entries / 2, bits_left - self.least * (remaining - 1))
         budget = granted * entries * (1 + 1e-12)
         return best_bits(squares, budget, sizes=step.sizes, least=self.least, most=self.most)
-
-    def settle(self, ledger: BitLedger, step: Step, bits: Sequence[int]) -> BitLedger:
-        """Return the ledger after a step whose squares are known."""
-        return ledger.after(step.mean_bits(bits), 0.0, step.square)
 
     def _above_mean(self, ledger: BitLedger, square: float, remaining: int) -> float:
         """Return by how many bits a step should exceed the mean of the remaining steps."""
@@ -335,7 +333,3 @@ def skipped_step(ledger: BitLedger, step: Step, bits: Sequence[int]) -> BitLedge
 def _check_range(least: int, most: int) -> None:
     if not LEAST <= least <= most <= MOST:
         raise ConfigError(f"least={least}, most={most}: must lie in {LEAST}..{MOST}, and most must not be less")
-
-
-def _check_steps(steps: int) -> None:
-    check_range("steps", steps, "1..", "Give the number of optimizer steps of the run")

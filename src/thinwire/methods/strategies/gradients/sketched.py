@@ -11,7 +11,6 @@ from thinwire.core.kernels import both, is_finite, read_flags, top_k
 from thinwire.core.replica.displacement import Momentum
 from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import Range
-from thinwire.errors import CommError
 from thinwire.methods.codecs.base import draw_key
 from thinwire.methods.codecs.header import Header, codec_number, seal, unseal_all
 from thinwire.methods.strategies.gradients.sketches import SketchedUpdates, Split, Table, Update, largest_of, split_of
@@ -186,9 +185,7 @@ class SketchedSGD(SketchedUpdates):
         small = unsent[:0] if dense is None else dense.wait()
         valid, usable = read_flags([received.valid, both(received.usable, is_finite(small))])
         if not valid:
-            problem = received.problem()
-            where = f"{r.comm.name(r.comm.rank)}, step {r.comm.step}, largest entries"
-            raise CommError(f"{where}: {problem}. All ranks must run the same recipe and be at the same step")
+            received.refuse(f"{r.comm.name(r.comm.rank)}, step {r.comm.step}, largest entries")
         rows = torch.stack(received.payloads)
         sent, where = (part.contiguous() for part in rows.tensor_split([rows.shape[1] - _INDEX_BYTES * k], dim=1))
         values, positions = sent.view(large.dtype).flatten(), split.positions(where.view(torch.int32).flatten().long())

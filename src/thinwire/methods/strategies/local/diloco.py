@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Take a step of an outer optimizer along the workers' mean displacement, once per period."""
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -244,7 +244,7 @@ class DiLoCo(OuterStep):
 
     def start(self, r: Replica, where: Placement = WHOLE) -> None:
         """Start the base, and the first round of every fragment."""
-        for fragment, _ in self._fragments(r):
+        for fragment, _ in self.fragments_in(r):
             super().start(fragment, where)
             if self.weights == "samples":
                 fragment.state["samples"] = torch.zeros((), dtype=torch.float64, device="cpu")
@@ -258,7 +258,7 @@ class DiLoCo(OuterStep):
     def after_step(self, r: Replica, where: Placement = WHOLE) -> None:
         """Send the fragment whose round ends in `delay` steps, and end the round of the fragment that is due."""
         self.base.after_step(self.inner(r))
-        for fragment, end in self._fragments(r):
+        for fragment, end in self.fragments_in(r):
             if self.weights == "samples":
                 fragment.state["samples"] += r.samples
             left = (end - r.step) % self.period
@@ -271,17 +271,13 @@ class DiLoCo(OuterStep):
         if self.moments and not r.postponed:
             average_due_(r.moments, r.comm, self.moments, r.step)
 
-    def fragments_in(self, r: Replica) -> list[tuple[Replica, int]]:
-        """Return the fragments, each with the step of a period at which its round ends."""
-        return list(self._fragments(r))
-
     def step_(self, state: MutableMapping[str, Tensor], start: Tensor, average: Tensor) -> None:
         """Take a step of the outer optimizer with the displacement of the average as gradient."""
         self.outer.step_(state["anchor"], start - average, state)
 
     def restart(self, r: Replica, where: Placement = WHOLE) -> None:
         """Restart the base, and every fragment's round at the parameters; messages in flight are dropped."""
-        for fragment, _ in self._fragments(r):
+        for fragment, _ in self.fragments_in(r):
             fragment.collect("average")
             super().restart(fragment, where)
             if self._tracks_mean:
@@ -293,7 +289,7 @@ class DiLoCo(OuterStep):
         """Run the base's hook, and drop the residuals of a tracked mean, which has lost some of them."""
         super().regroup(r, before)
         if self._tracks_mean:
-            for fragment, _ in self._fragments(r):
+            for fragment, _ in self.fragments_in(r):
                 forget_residuals(fragment)
 
     def average(self, r: Replica, at: At = "now") -> Tensor:
@@ -301,11 +297,11 @@ class DiLoCo(OuterStep):
         if self.weights == "equal":
             point = super().average(r, at)
         else:
-            parts = [weighted_mean(r.comm, part.x, part.state["samples"]) for part, _ in self._fragments(r)]
+            parts = [weighted_mean(r.comm, part.x, part.state["samples"]) for part, _ in self.fragments_in(r)]
             point = torch.cat([part.wait() for part in parts])
         if at in ("end", "outer") and tracks(self.codec) and not self._tracks_mean:
             start = 0
-            for part, _ in self._fragments(r):
+            for part, _ in self.fragments_in(r):
                 stop, sent = start + part.x.numel(), part.inflight.get("average")
                 # The residuals are this message's error, so its mean must count. It replaces the steps after it, as the
                 # outer step without mixing would have done.
@@ -320,16 +316,15 @@ class DiLoCo(OuterStep):
         plain = self.weights == "equal" and self.outliers == "keep" and self.codec is None
         return self.delay == 0 and self.mixing == 0 and plain
 
-    def _fragments(self, r: Replica) -> Iterator[tuple[Replica, int]]:
-        """Yield each fragment, with the step at which its first round ends."""
+    def fragments_in(self, r: Replica) -> list[tuple[Replica, int]]:
+        """Return the fragments, each with the step of a period at which its round ends."""
         if self.fragments == 1:
-            yield r, self.period
-            return
+            return [(r, self.period)]
         names = [f"fragment-{f}" for f in range(self.fragments)]
-        edges = [] if names[0] in r.parts else self._edges(r.segments)
-        for f, name in enumerate(names):
-            part = r.part(name, slice(edges[f], edges[f + 1])) if edges else r.parts[name]
-            yield part, (f + 1) * self.period // self.fragments
+        if names[0] not in r.parts:
+            for name, (start, stop) in zip(names, pairwise(self._edges(r.segments)), strict=True):
+                r.part(name, slice(start, stop))
+        return [(r.parts[name], (f + 1) * self.period // self.fragments) for f, name in enumerate(names)]
 
     def _edges(self, segments: tuple[Segment, ...]) -> list[int]:
         """Return the first index of every fragment in the vector, and the end."""

@@ -139,9 +139,6 @@ class Paced(Wrapper):
         if "start" in r.state:
             r.state["start"].copy_(r.x)
 
-    def before_step(self, r: Replica) -> None:
-        """Do nothing: the base takes local steps."""
-
     def ends_round(self, r: Replica) -> bool:
         """Return True if another step would take longer than the fastest worker's round; it counts the step's time."""
         clock, period = _clocks.setdefault(r.pending_means, _Clock()), self.base.traits.period or 1
