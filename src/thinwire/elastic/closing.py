@@ -83,6 +83,16 @@ class Contribution:
     tokens: float
     others: tuple[int, ...] = field(default=(), repr=False)
 
+    def content(self) -> list[Any]:
+        """Return it as JSON values."""
+        return [self.started, self.worker, self.tokens, *self.others]
+
+    @classmethod
+    def read(cls, content: Sequence[Any]) -> Contribution:
+        """Restore a contribution from its `content`."""
+        started, worker, tokens, *others = content
+        return cls(int(started), str(worker), float(tokens), tuple(map(int, others)))
+
     def age(self, round: int) -> int:
         """Return the number of rounds of its fragment that had closed without it before this one."""
         return (round - self.started) // (1 + len(self.others))
@@ -102,7 +112,7 @@ class Closing:
 
     def content(self) -> list[list[Any]]:
         """Return the contributions as JSON values."""
-        return [[each.started, each.worker, each.tokens, *each.others] for each in self.contributions]
+        return [each.content() for each in self.contributions]
 
     @classmethod
     def read(cls, round: int, content: Iterable[Sequence[Any]]) -> Closing:
@@ -113,11 +123,7 @@ class Closing:
             >>> Closing.read(3, closing.content()) == closing
             True
         """
-        found = (
-            Contribution(int(started), str(worker), float(tokens), tuple(map(int, others)))
-            for started, worker, tokens, *others in content
-        )
-        return cls(round, tuple(found))
+        return cls(round, tuple(map(Contribution.read, content)))
 
     def weights(self, late: LateRule = "discounted") -> dict[Contribution, float]:
         """Return the weights of the contributions in the round's mean; they add up to one.

@@ -122,21 +122,17 @@ class _Message:
     drawn: int
     payloads: list[Tensor]
 
-    def header(self) -> dict[str, Any]:
-        """Return all but the payloads as JSON values."""
-        return {
-            "contribution": Closing(0, (self.contribution,)).content()[0],
-            "seconds": self.seconds,
-            "lr": self.lr,
-            "drawn": self.drawn,
-        }
+    def content(self) -> dict[str, Any]:
+        """Return it as JSON values and tensors in host memory."""
+        payloads = [host_copy(x) for x in self.payloads]
+        return {**vars(self), "contribution": self.contribution.content(), "payloads": payloads}
 
     @classmethod
-    def read(cls, number: int, header: Mapping[str, Any], payloads: list[Tensor]) -> _Message:
-        """Restore a message from its header."""
-        contribution = Closing.read(0, [header["contribution"]]).contributions[0]
-        seconds, lr, drawn = float(header["seconds"]), float(header["lr"]), int(header["drawn"])
-        return cls(number, contribution, seconds, lr, drawn, payloads)
+    def read(cls, content: Mapping[str, Any]) -> _Message:
+        """Restore a message from its `content`."""
+        number, drawn = int(content["number"]), int(content["drawn"])
+        seconds, lr = float(content["seconds"]), float(content["lr"])
+        return cls(number, Contribution.read(content["contribution"]), seconds, lr, drawn, content["payloads"])
 
 
 @dataclass
@@ -451,7 +447,7 @@ class LateRounds:
         """Send a contribution of this worker."""
         times = self._others[self._name].times
         more = {"round": self._closer.round, "leaves": leaves, "times": times and list(times)}
-        content = to_bytes({"header": {**message.header(), **more}, "payloads": message.payloads}).numpy().tobytes()
+        content = to_bytes({**message.content(), **more}).numpy().tobytes()
         self._objects.put(f"late/{self._name}/{message.number}", content)
         self.comm.meter.sent("contribution", float(sum(x.nbytes for x in message.payloads)))
         self._sent[message.number] = message.contribution.started, None
@@ -529,14 +525,13 @@ class LateRounds:
         other = self._others[name]
         try:
             found = from_bytes(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-            header = found["header"]
-            message = self._checked(_Message.read(other.read, header, found["payloads"]))
-            if message.contribution.worker != name:
-                raise ValueError(f"it is {message.contribution}")
-            leaves = bool(header["leaves"])
-            other.round = max(other.round, int(header["round"]))
-            if header["times"] is not None:
-                data, addresses = map(int, header["times"])
+            message = self._checked(_Message.read(found))
+            if (message.contribution.worker, message.number) != (name, other.read):
+                raise ValueError(f"it is number {message.number}, {message.contribution}")
+            leaves = bool(found["leaves"])
+            other.round = max(other.round, int(found["round"]))
+            if found["times"] is not None:
+                data, addresses = map(int, found["times"])
                 other.times = data, addresses
         except (KeyError, TypeError, ValueError, AttributeError, CheckpointError) as error:
             raise CommError(
@@ -772,7 +767,7 @@ class LateRounds:
             "phase": [self._closer.seconds_open(time.monotonic()), self._phase.interval],
             "read": {name: [other.read, *sorted(other.open)] for name, other in self._others.items()},
             # Those of a stopped run, which no object holds.
-            "carried": [_as_tree(each) for (name, _), each in self._messages.items() if name not in known],
+            "carried": [each.content() for (name, _), each in self._messages.items() if name not in known],
         }
         self._publish({**self._common_state(), "late": late}, keys)
 
@@ -809,7 +804,7 @@ class LateRounds:
         self._leave_out(self._phase.join(elapsed=elapsed, interval=interval))
         messages, self._messages = self._messages.values(), {}
         for each in late["carried"]:
-            self._hold(self._checked(_from_tree(each)))
+            self._hold(self._checked(_Message.read(each)))
         for name, other in self._others.items():
             read, *waiting = late["read"].get(name, [0])
             if name == self._name:  # own contributions that no closing has taken still count
@@ -886,7 +881,7 @@ class LateRounds:
                 }
                 for each in self._fragments
             ],
-            "messages": [_as_tree(each) for each in self._messages.values()],
+            "messages": [each.content() for each in self._messages.values()],
         }
 
     @property
@@ -935,7 +930,7 @@ class LateRounds:
         self._messages, self._sent = {}, {}
         self._others = {name: _Other(each.id, each.row, round=late["round"]) for name, each in self._others.items()}
         for each in late["carried"]:
-            self._hold(self._checked(_from_tree(each)))
+            self._hold(self._checked(_Message.read(each)))
         for fragment in self._fragments:
             fragment.codec_states = [{} for _ in fragment.parts]
         extra = dict[str, Any](late["extra"])
@@ -1018,7 +1013,7 @@ class LateRounds:
             if len(saved["codec_states"]) != len(fragment.parts):
                 raise CheckpointError(f"a fragment has {len(saved['codec_states'])} codec states")
         for each in late["messages"]:
-            self._checked(_from_tree(each))
+            self._checked(_Message.read(each))
 
     def _state_of_save(self, content: dict[str, Any], found: Plan) -> dict[str, Any]:
         """Return the common state of the newest checkpoint, which this worker continues."""
@@ -1029,11 +1024,11 @@ class LateRounds:
         none: list[list[int]] = [[0], [], []]
         taken = {each.name: sorted(taken_of(saved["counts"].get(each.name, none))) for each in found.saves.values()}
         carried = list[dict[str, Any]]()
-        for message in map(_from_tree, saved["messages"]):
+        for message in map(_Message.read, saved["messages"]):
             worker = message.contribution.worker
             if worker not in taken:  # others send their contributions again
                 name = worker if "." in worker else f"{worker}.{saved['run'][:8]}"
-                carried.append(_as_tree(replace(message, contribution=replace(message.contribution, worker=name))))
+                carried.append(replace(message, contribution=replace(message.contribution, worker=name)).content())
         late = {"round": saved["round"], "taken": taken, "carried": carried, "extra": content["extra"]}
         return {**self._common_state(), "late": late}
 
@@ -1061,7 +1056,7 @@ class LateRounds:
     def _send_again(self, saved: dict[str, Any], taken: Iterable[int]) -> None:
         """Send the contributions of a checkpoint that no closing has taken."""
         own, before = self._others[self._name], set(taken)
-        for message in sorted(map(_from_tree, saved["messages"]), key=lambda each: each.number):
+        for message in sorted(map(_Message.read, saved["messages"]), key=lambda each: each.number):
             if message.contribution.worker == saved["name"] and message.number not in before:
                 contribution = replace(message.contribution, worker=self._name)
                 self._put(self._checked(replace(message, number=own.read, contribution=contribution)))
@@ -1118,16 +1113,6 @@ class _Merge:
         for where, total in zip(self._turned, self._norms, strict=True):
             self._sum[where].mul_(total / self._sum[where].norm().clamp_(min=_TINY))
         return self._sum
-
-
-def _as_tree(message: _Message) -> dict[str, Any]:
-    """Return a message for a checkpoint or a joining worker."""
-    payloads = [host_copy(x) for x in message.payloads]
-    return {"header": message.header(), "number": message.number, "payloads": payloads}
-
-
-def _from_tree(tree: Mapping[str, Any]) -> _Message:
-    return _Message.read(int(tree["number"]), tree["header"], tree["payloads"])
 
 
 def _exact(x: Tensor) -> Tensor:
