@@ -12,8 +12,7 @@ from torch import Tensor
 
 from thinwire.core.kernels import decode_rounded_, encode_rounded_, sum_rounded_
 from thinwire.core.validation import Range
-from thinwire.methods.codecs.base import CodecTraits
-from thinwire.methods.codecs.planes import ResidualPlanesCodec
+from thinwire.methods.codecs.base import CodecTraits, ResidualPlanesCodec
 from thinwire.registry import registered
 
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.kernels import decode_signs_, encode_signs_, join, sum_signs_
-from thinwire.methods.codecs.base import Codec, CodecTraits
-from thinwire.methods.codecs.planes import ResidualPlanesCodec
+from thinwire.methods.codecs.base import Codec, CodecTraits, ResidualPlanesCodec
 from thinwire.registry import registered
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from thinwire.core.kernels import dequantize_, quantize_
 from thinwire.core.validation import Range
-from thinwire.methods.codecs.base import CodecTraits, DrawKey
-from thinwire.methods.codecs.planes import PlanesCodec
+from thinwire.methods.codecs.base import CodecTraits, DrawKey, PlanesCodec
 from thinwire.registry import registered
 
 

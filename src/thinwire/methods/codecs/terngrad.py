@@ -9,8 +9,7 @@ from torch import Tensor
 
 from thinwire.core.kernels import clip_outliers, dequantize_, quantize_
 from thinwire.errors import ConfigError
-from thinwire.methods.codecs.base import CodecTraits
-from thinwire.methods.codecs.planes import PlanesCodec
+from thinwire.methods.codecs.base import CodecTraits, PlanesCodec
 from thinwire.registry import registered
 
 
