@@ -22,7 +22,7 @@ import thinwire
 from tests.rules import for_each
 from thinwire import Codec, Strategy, Topology, parse
 from thinwire.methods.codecs.base import CodecWrapper
-from thinwire.methods.strategies.traits import Traits
+from thinwire.methods.strategies.base import Traits
 from thinwire.methods.strategies.wrapper import Wrapper
 from thinwire.registry import recipe_classes
 from thinwire.worker.members import Members

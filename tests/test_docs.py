@@ -33,7 +33,7 @@ from thinwire.cli.commands import COMMANDS
 from thinwire.cli.demo import Demo
 from thinwire.lab.emulate.launch import free_port
 from thinwire.lab.runs.recipes import BASELINES, parse_recipe
-from thinwire.methods.strategies.traits import Traits
+from thinwire.methods.strategies.base import Traits
 from thinwire.registry import recipe_classes
 
 ROOT = Path(__file__).parent.parent

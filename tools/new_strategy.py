@@ -29,8 +29,7 @@ from typing import Annotated
 from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import Range
 from thinwire.methods.reduce.compressed_all_reduce import mean_
-from thinwire.methods.strategies.base import Strategy
-from thinwire.methods.strategies.traits import Traits
+from thinwire.methods.strategies.base import Strategy, Traits
 from thinwire.registry import registered
 
 

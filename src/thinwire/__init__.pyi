@@ -56,7 +56,9 @@ from thinwire.methods.optimizers import OneBitLamb as OneBitLamb
 from thinwire.methods.optimizers import Saga as Saga
 from thinwire.methods.optimizers import Svrg as Svrg
 from thinwire.methods.optimizers import ZeroOneAdam as ZeroOneAdam
+from thinwire.methods.strategies.base import Rounds as Rounds
 from thinwire.methods.strategies.base import Strategy as Strategy
+from thinwire.methods.strategies.base import Traits as Traits
 from thinwire.methods.strategies.gossip.choco import Choco as Choco
 from thinwire.methods.strategies.gossip.decentlam import DecentLaM as DecentLaM
 from thinwire.methods.strategies.gossip.double_averaging import DoubleAveraging as DoubleAveraging
@@ -89,8 +91,6 @@ from thinwire.methods.strategies.local.streaming import Streaming as Streaming
 from thinwire.methods.strategies.push_sum.eager_push_sum import EagerPushSum as EagerPushSum
 from thinwire.methods.strategies.push_sum.push_sum import PushSum as PushSum
 from thinwire.methods.strategies.recipe import parse as parse
-from thinwire.methods.strategies.traits import Rounds as Rounds
-from thinwire.methods.strategies.traits import Traits as Traits
 from thinwire.methods.strategies.wrappers.budget import Budget as Budget
 from thinwire.methods.strategies.wrappers.node_average import NodeAverage as NodeAverage
 from thinwire.methods.strategies.wrappers.outer_state import Offloaded as Offloaded

@@ -32,7 +32,7 @@ from thinwire import (
     Strategy,
 )
 from thinwire.methods.optimizers.svrg import Svrg
-from thinwire.methods.strategies.traits import Traits
+from thinwire.methods.strategies.base import Traits
 
 DOUBLE = torch.float64
 Make = Callable[[nn.Module], torch.optim.Optimizer]

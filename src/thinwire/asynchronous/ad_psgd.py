@@ -13,8 +13,7 @@ from thinwire.core.replica.point_to_point import on_message, open_mailbox
 from thinwire.core.replica.replica import Replica
 from thinwire.core.replica.rounds import Barrier
 from thinwire.methods.reduce.compressed_all_reduce import mean_
-from thinwire.methods.strategies.base import At, Strategy
-from thinwire.methods.strategies.traits import Traits
+from thinwire.methods.strategies.base import At, Strategy, Traits
 from thinwire.methods.topology.base import Topology
 from thinwire.methods.topology.bipartition import check_bipartite, is_active, neighbours, partner
 from thinwire.methods.topology.exponential import BipartiteExponential

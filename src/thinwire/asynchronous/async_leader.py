@@ -22,9 +22,8 @@ from thinwire.core.replica.point_to_point import number, on_message, open_mailbo
 from thinwire.core.replica.replica import Replica
 from thinwire.core.replica.rounds import Answers, GoOn, RoundBudget
 from thinwire.core.validation import check_ranges
-from thinwire.methods.strategies.base import At
+from thinwire.methods.strategies.base import At, Traits
 from thinwire.methods.strategies.leader.election import LeaderStrategy, ScoreSource
-from thinwire.methods.strategies.traits import Traits
 from thinwire.registry import registered
 
 _STEP, _BARRIER = 1, 2  # topics of the mailbox

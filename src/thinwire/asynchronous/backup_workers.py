@@ -18,8 +18,7 @@ from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
 from thinwire.methods.reduce.compressed_all_reduce import mean_
-from thinwire.methods.strategies.base import At, Strategy
-from thinwire.methods.strategies.traits import Rounds, Traits
+from thinwire.methods.strategies.base import At, Rounds, Strategy, Traits
 from thinwire.registry import registered
 
 _MAX_RANKS_IN_METRICS = 16

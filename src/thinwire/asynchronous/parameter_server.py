@@ -15,8 +15,7 @@ from thinwire.core.comm.work import Work
 from thinwire.core.replica.point_to_point import on_message, open_mailbox, others
 from thinwire.core.replica.replica import Replica
 from thinwire.core.replica.rounds import Barrier
-from thinwire.methods.strategies.base import At, Strategy
-from thinwire.methods.strategies.traits import Traits
+from thinwire.methods.strategies.base import At, Strategy, Traits
 from thinwire.registry import registered
 
 _PUSH = 1  # topic of the mailbox; answers are of topic 0, which `Mailbox.expect` receives

@@ -14,9 +14,8 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 from thinwire.core.replica.moments import parts_of
 from thinwire.core.replica.shards import is_sharded
 from thinwire.errors import ConfigError
-from thinwire.methods.strategies.base import Strategy, check_blocks, check_workers, codecs_of, nested
+from thinwire.methods.strategies.base import Strategy, Traits, check_blocks, check_workers, codecs_of, nested
 from thinwire.methods.strategies.recipe import parse
-from thinwire.methods.strategies.traits import Traits
 from thinwire.methods.strategies.user_classes import check_user_classes
 from thinwire.methods.strategies.wrapper import Wrapper
 from thinwire.tensor2d.mesh import Mesh2D

@@ -21,8 +21,7 @@ from thinwire.core.comm.work import Work
 from thinwire.core.replica.flat import Segment, copy_each_, lay_out
 from thinwire.core.replica.replica import PrefixView, Replica
 from thinwire.errors import ConfigError
-from thinwire.methods.strategies.base import At, Strategy, codecs_of, nested, resized_parts
-from thinwire.methods.strategies.traits import Traits
+from thinwire.methods.strategies.base import At, Strategy, Traits, codecs_of, nested, resized_parts
 from thinwire.worker.parameters import spread_rates
 
 

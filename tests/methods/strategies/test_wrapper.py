@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.rules import for_each
 from thinwire import Codec, CountingComm, Replica, Strategy
-from thinwire.methods.strategies.traits import Rounds, Traits
+from thinwire.methods.strategies.base import Rounds, Traits
 from thinwire.methods.strategies.wrapper import SOURCES, Wrapper
 from thinwire.registry import recipe_classes
 

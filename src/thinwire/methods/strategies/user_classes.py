@@ -17,8 +17,7 @@ import torch
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, CodecTraits, draw_key
 from thinwire.methods.codecs.feedback import ErrorFeedback
-from thinwire.methods.strategies.base import Strategy
-from thinwire.methods.strategies.traits import Traits
+from thinwire.methods.strategies.base import Strategy, Traits
 from thinwire.methods.topology.base import Topology
 from thinwire.registry import REGISTERED
 

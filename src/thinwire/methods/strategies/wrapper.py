@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 
 from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
-from thinwire.methods.strategies.base import Strategy, nested
-from thinwire.methods.strategies.traits import Traits
+from thinwire.methods.strategies.base import Strategy, Traits, nested
 
 _PREFIX = "base/"
 

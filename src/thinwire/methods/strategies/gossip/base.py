@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from thinwire.core.replica.displacement import Momentum, refuse_momentum
 from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
-from thinwire.methods.strategies.base import Strategy
-from thinwire.methods.strategies.traits import Rounds, Traits
+from thinwire.methods.strategies.base import Rounds, Strategy, Traits
 from thinwire.methods.topology.base import Peers, Topology
 from thinwire.methods.topology.certificate import Disagreement, check_average_kept, check_stable
 from thinwire.methods.topology.exact_weights import exact_weights

@@ -14,8 +14,7 @@ from thinwire.methods.codecs.base import Codec, check_payloads, check_sizes, dra
 from thinwire.methods.codecs.feedback import ErrorFeedback
 from thinwire.methods.codecs.one_bit import OneBit
 from thinwire.methods.reduce.compressed_all_reduce import compressed_exchange
-from thinwire.methods.strategies.base import Strategy
-from thinwire.methods.strategies.traits import Traits
+from thinwire.methods.strategies.base import Strategy, Traits
 from thinwire.methods.topology.base import Topology
 from thinwire.methods.topology.certificate import check_average_kept
 from thinwire.methods.topology.exact_weights import exact_weights

@@ -10,8 +10,8 @@ import torch
 from thinwire.core.replica.displacement import Momentum, accumulate_, descend_
 from thinwire.core.replica.replica import Replica
 from thinwire.methods.reduce.compressed_all_reduce import gossip_, mean_
+from thinwire.methods.strategies.base import Traits
 from thinwire.methods.strategies.gossip.base import DecentralisedMomentum
-from thinwire.methods.strategies.traits import Traits
 from thinwire.methods.topology.base import Peers, Topology
 from thinwire.methods.topology.certificate import Disagreement, exact_diffusion
 from thinwire.methods.topology.graphs import Ring

@@ -8,8 +8,7 @@ from torch.optim import Optimizer
 
 from thinwire.core.replica.replica import Replica
 from thinwire.methods.reduce.compressed_all_reduce import gossip_, mix_
-from thinwire.methods.strategies.base import Strategy
-from thinwire.methods.strategies.traits import Rounds, Traits
+from thinwire.methods.strategies.base import Rounds, Strategy, Traits
 from thinwire.methods.topology.base import Topology
 from thinwire.methods.topology.certificate import check_average_kept
 from thinwire.methods.topology.exact_weights import exact_weights

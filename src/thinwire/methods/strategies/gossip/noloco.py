@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 
 from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import Range
-from thinwire.methods.strategies.base import Strategy
-from thinwire.methods.strategies.traits import Traits
+from thinwire.methods.strategies.base import Strategy, Traits
 from thinwire.methods.topology.base import Topology
 from thinwire.methods.topology.certificate import Disagreement, check_average_kept, check_stable
 from thinwire.methods.topology.exact_weights import exact_weights

@@ -11,8 +11,7 @@ from thinwire.core.replica.replica import Replica
 from thinwire.methods.codecs.base import Codec, check_feedback, draw_key, sends_all
 from thinwire.methods.optimizers.adaptive import check_signs
 from thinwire.methods.reduce.compressed_all_reduce import compressed_mean_, mean_
-from thinwire.methods.strategies.base import Strategy
-from thinwire.methods.strategies.traits import Traits
+from thinwire.methods.strategies.base import Strategy, Traits
 from thinwire.registry import registered
 
 

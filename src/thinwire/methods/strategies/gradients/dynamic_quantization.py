@@ -18,7 +18,7 @@ from thinwire.methods.codecs.base import check_multiple_of_8, draw_key
 from thinwire.methods.codecs.cast import Fp32
 from thinwire.methods.codecs.quantize import Quantize
 from thinwire.methods.reduce.compressed_all_reduce import two_stage_mean_
-from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.base import Strategy, Traits
 from thinwire.methods.strategies.gradients.bit_rules import (
     BitBudget,
     BitLedger,
@@ -28,7 +28,6 @@ from thinwire.methods.strategies.gradients.bit_rules import (
     skipped_step,
 )
 from thinwire.methods.strategies.gradients.bits import MOST, square_of
-from thinwire.methods.strategies.traits import Traits
 from thinwire.registry import registered
 
 _FP32_BITS = 32.0

@@ -15,8 +15,8 @@ from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import Range
 from thinwire.errors import NonFiniteError
 from thinwire.methods.codecs.base import draw_key
+from thinwire.methods.strategies.base import Traits
 from thinwire.methods.strategies.gradients.sketches import SketchedUpdates, Table, Update, largest_of
-from thinwire.methods.strategies.traits import Traits
 from thinwire.registry import registered
 
 # A perceptron of 4,810 elements diverged with k = 2, did not train with 14, and trained like AllReduce() with 48.

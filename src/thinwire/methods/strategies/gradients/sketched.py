@@ -13,8 +13,8 @@ from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import Range
 from thinwire.methods.codecs.base import draw_key
 from thinwire.methods.codecs.header import Header, codec_number, seal, unseal_all
+from thinwire.methods.strategies.base import Traits
 from thinwire.methods.strategies.gradients.sketches import SketchedUpdates, Split, Table, Update, largest_of, split_of
-from thinwire.methods.strategies.traits import Traits
 from thinwire.registry import registered
 
 _VALUE_BYTES, _INDEX_BYTES = 4, 4

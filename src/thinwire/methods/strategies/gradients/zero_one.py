@@ -17,8 +17,7 @@ from thinwire.methods.codecs.one_bit import OneBit
 from thinwire.methods.optimizers.replica_view import momentum_vector, replica_view
 from thinwire.methods.optimizers.zero_one_adam import ZeroOneAdam
 from thinwire.methods.reduce.compressed_all_reduce import mean_, two_stage_mean_
-from thinwire.methods.strategies.base import Strategy
-from thinwire.methods.strategies.traits import Traits
+from thinwire.methods.strategies.base import Strategy, Traits
 from thinwire.registry import registered
 
 

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import Range
+from thinwire.methods.strategies.base import Traits
 from thinwire.methods.strategies.leader.election import LeaderStrategy, ScoreFunction, ScoreSource
-from thinwire.methods.strategies.traits import Traits
 from thinwire.registry import registered
 
 

@@ -9,8 +9,8 @@ import torch
 from thinwire.core.replica.displacement import descend_
 from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import Range
+from thinwire.methods.strategies.base import Traits
 from thinwire.methods.strategies.leader.election import LeaderStrategy
-from thinwire.methods.strategies.traits import Traits
 from thinwire.registry import registered
 
 

@@ -12,6 +12,7 @@ from thinwire.core.comm.members import check_nodes
 from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import Range
 from thinwire.errors import ConfigError
+from thinwire.methods.strategies.base import Traits
 from thinwire.methods.strategies.leader.election import (
     LeaderStrategy,
     ScoreFunction,
@@ -24,7 +25,6 @@ from thinwire.methods.strategies.leader.election import (
     two_level_broadcast_,
     warn_without_leader,
 )
-from thinwire.methods.strategies.traits import Traits
 from thinwire.registry import registered
 
 

@@ -12,9 +12,8 @@ from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import Range
 from thinwire.methods.codecs.base import Codec, check_differences, sends_all
 from thinwire.methods.reduce.compressed_all_reduce import mean_
-from thinwire.methods.strategies.base import At, Strategy
+from thinwire.methods.strategies.base import At, Rounds, Strategy, Traits
 from thinwire.methods.strategies.local.coded_means import mean_from
-from thinwire.methods.strategies.traits import Rounds, Traits
 from thinwire.registry import registered
 
 

@@ -19,7 +19,7 @@ from thinwire.core.validation import Range, check_range
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec
 from thinwire.methods.reduce.compressed_all_reduce import mean_
-from thinwire.methods.strategies.base import At, Strategy
+from thinwire.methods.strategies.base import At, Strategy, Traits
 from thinwire.methods.strategies.local.coded_means import (
     check_tracked,
     forget_residuals,
@@ -35,7 +35,6 @@ from thinwire.methods.strategies.local.means import all_gather_, reduce_scatter,
 from thinwire.methods.strategies.local.outer_optimizer import OuterOptimizer
 from thinwire.methods.strategies.local.outer_step import WHOLE, OuterStep, Placement, factor_of_rounds
 from thinwire.methods.strategies.local.outliers import ROUNDS, Outliers, guard, report_outliers
-from thinwire.methods.strategies.traits import Traits
 from thinwire.registry import registered
 
 Carry = Literal["off", "full", "adaptive"]

@@ -14,7 +14,7 @@ from thinwire.core.validation import Range
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec
 from thinwire.methods.reduce.compressed_all_reduce import mean_
-from thinwire.methods.strategies.base import At, Strategy
+from thinwire.methods.strategies.base import At, Strategy, Traits
 from thinwire.methods.strategies.local.coded_means import (
     check_tracked,
     common_point,
@@ -22,7 +22,6 @@ from thinwire.methods.strategies.local.coded_means import (
     tracked_mean,
     tracks,
 )
-from thinwire.methods.strategies.traits import Traits
 from thinwire.registry import registered
 
 

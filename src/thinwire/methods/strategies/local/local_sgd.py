@@ -14,9 +14,8 @@ from thinwire.core.validation import Range
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, check_differences, draw_key, sends_all
 from thinwire.methods.reduce.compressed_all_reduce import at_once, compressed_mean_, mean_, mean_from_residual
-from thinwire.methods.strategies.base import At, Strategy
+from thinwire.methods.strategies.base import At, Rounds, Strategy, Traits
 from thinwire.methods.strategies.local.means import weighted_mean_
-from thinwire.methods.strategies.traits import Rounds, Traits
 from thinwire.registry import registered
 
 Period = Annotated[int, Range("1..", "Use AllReduce() to communicate at every step")]

@@ -14,9 +14,8 @@ from thinwire.core.validation import Range
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, check_differences, draw_key, sends_all
 from thinwire.methods.reduce.compressed_all_reduce import compressed_mean_, mean_
-from thinwire.methods.strategies.base import At, Strategy
+from thinwire.methods.strategies.base import At, Strategy, Traits
 from thinwire.methods.strategies.local.local_sgd import Period
-from thinwire.methods.strategies.traits import Traits
 from thinwire.registry import registered
 
 

@@ -18,10 +18,9 @@ from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, check_differences, sends_all
 from thinwire.methods.reduce.compressed_all_reduce import mean_
-from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.base import Strategy, Traits
 from thinwire.methods.strategies.local.local_sgd import Period, common_start, compressed_delta
 from thinwire.methods.strategies.local.means import all_gather_, own_shard, reduce_scatter
-from thinwire.methods.strategies.traits import Traits
 from thinwire.methods.strategies.wrapper import Wrapper
 from thinwire.methods.topology.base import doubly_stochastic
 

@@ -16,7 +16,7 @@ from thinwire.methods.codecs.base import Codec, draw_key
 from thinwire.methods.codecs.cast import Fp32
 from thinwire.methods.codecs.feedback import of_server, server_piece_of
 from thinwire.methods.reduce.compressed_all_reduce import at_once, mean_from_residual, server_pieces
-from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.base import Rounds, Strategy, Traits
 from thinwire.methods.strategies.local.coded_means import (
     check_tracked,
     common_point,
@@ -24,7 +24,6 @@ from thinwire.methods.strategies.local.coded_means import (
     tracked_mean,
     tracks,
 )
-from thinwire.methods.strategies.traits import Rounds, Traits
 from thinwire.registry import registered
 
 

@@ -14,10 +14,9 @@ from thinwire.core.replica.moments import fresh_optimizer, moment_names
 from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import Range
 from thinwire.methods.codecs.base import Codec
-from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.base import Strategy, Traits
 from thinwire.methods.strategies.local.local_sgd import Local, Period
 from thinwire.methods.strategies.local.outer_step import WHOLE, OuterStep, Placement, scaled_by
-from thinwire.methods.strategies.traits import Traits
 from thinwire.registry import registered
 
 

@@ -11,9 +11,8 @@ from torch.optim import Optimizer
 
 from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
-from thinwire.methods.strategies.base import At, Strategy, check_blocks, nested, resized_parts
+from thinwire.methods.strategies.base import At, Strategy, Traits, check_blocks, nested, resized_parts
 from thinwire.methods.strategies.local.overlap_local_sgd import OverlapLocalSGD
-from thinwire.methods.strategies.traits import Traits
 from thinwire.methods.strategies.wrapper import Wrapper
 from thinwire.registry import registered
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from thinwire.core.replica.point_to_point import open_mailbox
 from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import Range
+from thinwire.methods.strategies.base import Traits
 from thinwire.methods.strategies.push_sum.mass import mix_mass_, numerator, weight
 from thinwire.methods.strategies.push_sum.push_sum import MassStrategy
-from thinwire.methods.strategies.traits import Traits
 from thinwire.methods.topology.base import Peers
 from thinwire.registry import registered
 

@@ -14,9 +14,8 @@ from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import Range
 from thinwire.methods.reduce.compressed_all_reduce import mean_, mix_
 from thinwire.methods.reduce.leaving import hand_on
-from thinwire.methods.strategies.base import At, Strategy
+from thinwire.methods.strategies.base import At, Rounds, Strategy, Traits
 from thinwire.methods.strategies.push_sum.mass import debias_, inherit_mass_, mass_of, mix_mass_, numerator, weight
-from thinwire.methods.strategies.traits import Rounds, Traits
 from thinwire.methods.topology.base import Peers, Topology, check_edges, doubly_stochastic
 from thinwire.methods.topology.exact_weights import exact_weights
 from thinwire.methods.topology.exponential import OnePeerExponential

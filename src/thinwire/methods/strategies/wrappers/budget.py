@@ -23,10 +23,9 @@ from thinwire.methods.codecs.feedback import ErrorFeedback, residual_of
 from thinwire.methods.codecs.levels import Levels, levels_of
 from thinwire.methods.codecs.nearest import Nearest
 from thinwire.methods.reduce.compressed_all_reduce import mean_
-from thinwire.methods.strategies.base import At, Strategy, codecs_of, gradient_buffer, nested
+from thinwire.methods.strategies.base import At, Strategy, Traits, codecs_of, gradient_buffer, nested
 from thinwire.methods.strategies.gradients.all_reduce import AllReduce
 from thinwire.methods.strategies.local.local_sgd import Local, LocalSGD
-from thinwire.methods.strategies.traits import Traits
 from thinwire.methods.strategies.wrapper import Wrapper
 from thinwire.registry import registered
 

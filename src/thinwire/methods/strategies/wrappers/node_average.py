@@ -12,10 +12,9 @@ from thinwire.core.comm.members import check_nodes
 from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import Range
 from thinwire.errors import ConfigError
-from thinwire.methods.strategies.base import Strategy, weight_of
+from thinwire.methods.strategies.base import Strategy, Traits, weight_of
 from thinwire.methods.strategies.local.local_sgd import LocalSGD, Period
 from thinwire.methods.strategies.local.means import ring_all_reduce_, weighted_mean_
-from thinwire.methods.strategies.traits import Traits
 from thinwire.methods.strategies.wrapper import Wrapper
 from thinwire.registry import registered
 

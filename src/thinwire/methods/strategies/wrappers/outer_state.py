@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.methods.strategies.base import Strategy, nested
+from thinwire.methods.strategies.base import Strategy, Traits, nested
 from thinwire.methods.strategies.local.outer_step import Placed, Placement
 from thinwire.methods.strategies.local.slow_momentum import SlowMo
-from thinwire.methods.strategies.traits import Traits
 from thinwire.registry import registered
 
 

@@ -14,9 +14,8 @@ from thinwire.core.kernels.decisions import read_host, to_device
 from thinwire.core.replica.replica import Replica
 from thinwire.errors import CommTimeoutError, ConfigError, PeerLostError
 from thinwire.methods.codecs.base import Codec
-from thinwire.methods.strategies.base import Strategy, nested, pace_rule
+from thinwire.methods.strategies.base import Strategy, Traits, nested, pace_rule
 from thinwire.methods.strategies.local.local_sgd import LocalSGD
-from thinwire.methods.strategies.traits import Traits
 from thinwire.methods.strategies.wrapper import Wrapper
 from thinwire.registry import registered
 

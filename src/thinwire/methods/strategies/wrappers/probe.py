@@ -14,9 +14,8 @@ from thinwire.core.comm.work import Work
 from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import Range
 from thinwire.errors import ConfigError
-from thinwire.methods.strategies.base import At, Strategy, codecs_of, nested
+from thinwire.methods.strategies.base import At, Strategy, Traits, codecs_of, nested
 from thinwire.methods.strategies.gradients.all_reduce import AllReduce
-from thinwire.methods.strategies.traits import Traits
 from thinwire.methods.strategies.wrapper import Wrapper
 from thinwire.methods.strategies.wrappers.heterogeneity import NAMES, estimate
 from thinwire.registry import registered
