@@ -26,6 +26,7 @@ from thinwire import (
     ErrorFeedback,
     Gathered,
     LocalSGD,
+    Replica,
     Ring,
     SlowMo,
     Strategy,
@@ -248,6 +249,33 @@ class Loud(Strategy):
 def test_a_trait_that_is_written_as_an_attribute_of_the_class_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"Loud has the class attribute sends_gradients=True.*thinwire.Traits\("):
         attached(Loud())
+
+
+@dataclass(frozen=True)
+class Earlier(Strategy):
+    """Overrides a hook that earlier versions had."""
+
+    def consensus(self, r: Replica) -> Tensor:
+        return r.x
+
+
+@dataclass(frozen=True)
+class Narrow(Strategy):
+    def check(self, size: int) -> None:  # type: ignore[override]
+        pass
+
+
+test_a_hook_that_nothing_calls_is_refused = refusals(
+    [
+        (
+            Earlier(),
+            r"Earlier defines consensus, which is no hook of Strategy and would be ignored. Use average\(r\)\.",
+        ),
+        (SlowMo(Earlier()), "Earlier defines consensus"),
+        (Narrow(), "Narrow.check does not take the optimizer"),
+    ],
+    lambda strategy: attached(strategy),
+)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import traceback
 import warnings
 from dataclasses import fields, is_dataclass
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -123,6 +124,7 @@ def check_user_classes(recipe: object, *, fed_back: bool = False) -> None:
         _check_frozen(recipe)
         if isinstance(recipe, Strategy):
             _check_traits(recipe, Traits)
+            _check_hooks(recipe)
         if isinstance(recipe, Codec):
             _check_traits(recipe, CodecTraits)
             _check_codec(recipe, fed_back=fed_back)
@@ -158,6 +160,39 @@ def _check_traits(recipe: Strategy | Codec, kind: type[Traits | CodecTraits]) ->
                 f"{type(recipe).__name__} has the class attribute {name}={value!r}. Traits are read from `traits` "
                 f"only. Return thinwire.{kind.__name__}({name}={value!r}) from a cached_property `traits`."
             )
+
+
+_FORMER = {
+    "consensus": "average(r)",
+    "average_": 'average(r, at="outer")',
+    "resume_point": 'average(r, at="resume")',
+    "end_point": 'average(r, at="end")',
+    "holds_average": "the trait rounds=thinwire.Rounds(estimates=...)",
+    "averages_at": "the trait rounds=thinwire.Rounds(ends=...)",
+    "weight": "the trait rounds=thinwire.Rounds(weight=...)",
+    "check_optimizer": "check(size, optimizer)",
+    "check_blocks": "the trait needs_whole",
+}
+"""Hooks of earlier versions, which are not called any more, and their replacements."""
+
+
+def _check_hooks(strategy: Strategy) -> None:
+    """Check that the class has no hooks of earlier versions, and that `check` takes the optimizer."""
+    kind = type(strategy)
+    hyperparameters = {each.name for each in fields(strategy)} if is_dataclass(strategy) else set[str]()
+    for name in sorted(_FORMER.keys() - hyperparameters):
+        if hasattr(kind, name):
+            raise ConfigError(
+                f"{kind.__name__} defines {name}, which is no hook of Strategy and would be ignored. "
+                f"Use {_FORMER[name]}."
+            )
+    try:
+        signature(strategy.check).bind(1, None)
+    except TypeError:
+        raise ConfigError(
+            f"{kind.__name__}.check does not take the optimizer. attach calls check(size, optimizer). Add the argument "
+            "`optimizer=None`."
+        ) from None
 
 
 def _check_codec(codec: Codec, *, fed_back: bool) -> None:
