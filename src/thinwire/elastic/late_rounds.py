@@ -21,6 +21,7 @@ steps of its next round, so that it ends it with the others.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import secrets
@@ -70,6 +71,7 @@ _HEADER_BYTES = 1 << 16
 _LOOK_SECONDS = 1.0  # between looks for lost workers
 _LONGEST_PAUSE, _PAUSE_SHARE = 2.0, 0.1  # between looks for messages
 _TINY = 1e-30  # in place of a norm of 0
+_NOTHING: list[list[int]] = [[0], [], []]  # the counts of a worker that has sent nothing
 _KEPT_ROUNDS = 8  # whose contributions stay, for workers that were considered lost
 
 
@@ -156,10 +158,6 @@ class _Other:
     closed: set[int] = field(default_factory=set[int])
     round: int = 0
     times: tuple[int, int] | None = None
-
-    def counts(self) -> list[list[int]]:
-        """Return which contributions this worker has read, for `taken_of`."""
-        return [[self.read], sorted(self.open), sorted(self.closed)]
 
 
 class LateRounds:
@@ -765,11 +763,15 @@ class LateRounds:
             "round": self._closer.round,
             "workers": sorted(self._closer.workers),
             "phase": [self._closer.seconds_open(time.monotonic()), self._phase.interval],
-            "read": {name: [other.read, *sorted(other.open)] for name, other in self._others.items()},
+            "counts": self._counts(),
             # Those of a stopped run, which no object holds.
             "carried": [each.content() for (name, _), each in self._messages.items() if name not in known],
         }
         self._publish({**self._common_state(), "late": late}, keys)
+
+    def _counts(self) -> dict[str, list[list[int]]]:
+        """Return which contributions of each worker this one has read, for `taken_of`."""
+        return {name: [[each.read], sorted(each.open), sorted(each.closed)] for name, each in self._others.items()}
 
     def _common_state(self) -> dict[str, Any]:
         with restored([part.x for each in self._fragments for part in each.parts]):
@@ -806,15 +808,14 @@ class LateRounds:
         for each in late["carried"]:
             self._hold(self._checked(_Message.read(each)))
         for name, other in self._others.items():
-            read, *waiting = late["read"].get(name, [0])
+            taken, other.open = taken_of(late["counts"].get(name, _NOTHING)), set[int]()
             if name == self._name:  # own contributions that no closing has taken still count
-                other.open = set[int]()
                 for message in messages:
-                    if message.contribution.worker == name and (message.number >= read or message.number in waiting):
+                    if message.contribution.worker == name and message.number not in taken:
                         self._keep(name, message)
                 continue
-            other.read, other.open = min(waiting, default=read), set[int]()
-            other.closed = set(range(other.read, read)).difference(waiting)
+            other.read = next(number for number in itertools.count() if number not in taken)
+            other.closed = {number for number in taken if number > other.read}
 
     def _wait_for_state(self, key: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return a common state of the run, and what belongs to its rounds.
@@ -868,7 +869,7 @@ class LateRounds:
             "round": self._closer.round,
             "sent": self._others[self._name].read,
             "rule": self._rule,
-            "counts": {name: other.counts() for name, other in self._others.items()},
+            "counts": self._counts(),
             "fragments": [
                 {
                     "points": [host_copy(x) for x in each.points],
@@ -1021,8 +1022,8 @@ class LateRounds:
         unpack(content["state"], self.worker)
         for fragment, each in zip(self._fragments, saved["fragments"], strict=True):
             fragment.points = [x.to(part.x.device) for x, part in zip(each["points"], fragment.parts, strict=True)]
-        none: list[list[int]] = [[0], [], []]
-        taken = {each.name: sorted(taken_of(saved["counts"].get(each.name, none))) for each in found.saves.values()}
+        counts = saved["counts"]
+        taken = {each.name: sorted(taken_of(counts.get(each.name, _NOTHING))) for each in found.saves.values()}
         carried = list[dict[str, Any]]()
         for message in map(_Message.read, saved["messages"]):
             worker = message.contribution.worker
