@@ -359,7 +359,7 @@ def test_the_second_stage_of_a_coded_mean_starts_in_the_middle_of_its_delay(
 test_what_cannot_be_meant_is_refused_with_the_fix = refusals(
     [
         (lambda: DiLoCo(period=4, fragments=5), "fragments=5: must lie in 1..4"),
-        (lambda: DiLoCo(period=4, delay=4), r"delay=4: must lie in 0..3"),
+        (lambda: DiLoCo(period=4, delay=4), r"delay=4: must lie in \[0, 4\)"),
         (lambda: DiLoCo(mixing=1.5), r"mixing=1.5: must lie in \[0, 1\]"),
         (lambda: DiLoCo(AllReduce(), delay=1), r"Use base=Local\(\), or fragments=1"),
         (lambda: DiLoCo(LocalSGD(5), weights="samples"), r"Use base=Local\(\), or fragments=1"),

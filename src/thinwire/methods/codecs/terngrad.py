@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Annotated
 
 from torch import Tensor
 
 from thinwire.core.kernels import clip_outliers, dequantize_, quantize_
-from thinwire.errors import ConfigError
+from thinwire.core.validation import Range
 from thinwire.methods.codecs.base import CodecTraits, PlanesCodec
 from thinwire.registry import registered
 
@@ -40,14 +41,9 @@ class TernGrad(PlanesCodec):
     """
 
     block: int = 2048
-    clip: float | None = 2.5
+    clip: Annotated[float | None, Range("(0, inf]", "2.5 standard deviations is usual")] = 2.5
 
     bits = 2
-
-    def __post_init__(self) -> None:
-        PlanesCodec.__post_init__(self)
-        if self.clip is not None and not self.clip > 0:
-            raise ConfigError(f"clip={self.clip}: must be positive. 2.5 standard deviations is usual")
 
     @cached_property
     def traits(self) -> CodecTraits:

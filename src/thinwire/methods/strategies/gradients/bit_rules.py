@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
-from math import inf, isinf, isnan, log2, nan
+from math import isinf, isnan, log2, nan
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from thinwire.core.validation import Range
-from thinwire.errors import ConfigError
 from thinwire.methods.strategies.gradients.bits import (
     LEAST,
     MOST,
@@ -111,6 +110,8 @@ class _Rule:
 
 
 Steps = Annotated[int, Range("1..", "Give the number of optimizer steps of the run")]
+Least = Annotated[int, Range(f"{LEAST}..{{most}}", f"{LEAST} is usual")]
+Most = Annotated[int, Range(f"{{least}}..{MOST}", f"{MOST} is usual")]
 
 
 @registered
@@ -183,20 +184,12 @@ class ErrorBound(_Rule):
 
     error: Annotated[float, Range("(0, inf)", "1e-3 is usual")] = 1e-3
     steps: Steps = 1000
-    smoothness: float = 1.0
-    strong_convexity: float = 0.0
+    smoothness: Annotated[float, Range("(0, inf)", "1.0 is usual")] = 1.0
+    strong_convexity: Annotated[float, Range("[0, {smoothness}]", "0.0 weighs all steps alike")] = 0.0
     final_lr: Annotated[float | None, Range("[0, inf)", "None for a constant rate")] = None
     margin: Annotated[float, Range("[0, inf)", "0.5 is usual")] = 0.5
-    least: int = LEAST
-    most: int = MOST
-
-    def __post_init__(self) -> None:
-        _check_range(self.least, self.most)
-        if not 0 < self.smoothness < inf or not 0 <= self.strong_convexity <= self.smoothness:
-            raise ConfigError(
-                f"smoothness={self.smoothness}, strong_convexity={self.strong_convexity}: the first must be positive "
-                "and finite, the second lie between 0 and it. 1.0 and 0.0 weigh all steps alike"
-            )
+    least: Least = LEAST
+    most: Most = MOST
 
     def choose(self, ledger: BitLedger, step: Step) -> list[int]:
         """Return the number of bits for each part of the gradient."""
@@ -254,16 +247,11 @@ class BitBudget(_Rule):
         most: the most bits per entry, at most 8.
     """
 
-    bits: float = 4.0
+    bits: Annotated[float, Range("[{least}, {most}]", "4.0 is usual")] = 4.0
     steps: Steps = 1000
     decay: Annotated[float, Range("(0, 1]", "Use 1 for non-convex functions")] = 1.0
-    least: int = LEAST
-    most: int = MOST
-
-    def __post_init__(self) -> None:
-        _check_range(self.least, self.most)
-        if not self.least <= self.bits <= self.most:
-            raise ConfigError(f"bits={self.bits}: must lie between least={self.least} and most={self.most}")
+    least: Least = LEAST
+    most: Most = MOST
 
     def choose(self, ledger: BitLedger, step: Step) -> list[int]:
         """Return the number of bits for each part of the gradient."""
@@ -328,8 +316,3 @@ def _share(weight: float, alpha: float, remaining: int, left: float, levels: tup
 def skipped_step(ledger: BitLedger, step: Step, bits: Sequence[int]) -> BitLedger:
     """Return the ledger after a step with a non-finite gradient, whose bits are spent and which adds no error."""
     return ledger.after(step.mean_bits(bits), ledger.error, 0.0)
-
-
-def _check_range(least: int, most: int) -> None:
-    if not LEAST <= least <= most <= MOST:
-        raise ConfigError(f"least={least}, most={most}: must lie in {LEAST}..{MOST}, and most must not be less")

@@ -15,7 +15,7 @@ from thinwire.core.comm.work import Work, completed
 from thinwire.core.replica.flat import Segment
 from thinwire.core.replica.moments import average_due_, check_periods
 from thinwire.core.replica.replica import Replica
-from thinwire.core.validation import Range, check_range
+from thinwire.core.validation import Range
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec
 from thinwire.methods.reduce.compressed_all_reduce import mean_
@@ -130,7 +130,7 @@ class DiLoCo(OuterStep):
     codec: Codec | None = None
     fragments: Annotated[int, Range("1..{period}", "1 averages all parameters at once")] = 1
     cut: Literal["evenly", "layers"] = "evenly"
-    delay: int = 0
+    delay: Annotated[int, Range("[0, {period})", "0 waits for the all-reduce")] = 0
     mixing: Annotated[float, Range("[0, 1]", "0 takes the outer parameters, 0.5 is usual with a delay")] = 0.0
     weights: Literal["equal", "samples"] = "equal"
     carry: Carry = "off"
@@ -173,7 +173,6 @@ class DiLoCo(OuterStep):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_periods(self.moments, self.period, None)
-        check_range("delay", self.delay, f"0..{self.period - 1}", "0 waits for the all-reduce")
         if self.base != Local() and (not self.ends_together or self.weights == "samples"):
             raise ConfigError(
                 f"base={self.base} with fragments={self.fragments}, delay={self.delay}, mixing={self.mixing}, "
