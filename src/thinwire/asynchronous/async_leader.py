@@ -10,7 +10,7 @@ it continues when every rank is at the barrier.
 """
 
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from thinwire.core.kernels.decisions import decide
 from thinwire.core.replica.point_to_point import number, on_message, open_mailbox, others
 from thinwire.core.replica.replica import Replica
 from thinwire.core.replica.rounds import Answers, GoOn, RoundBudget
-from thinwire.core.validation import check_ranges
+from thinwire.core.validation import Range
 from thinwire.methods.strategies.base import At, Traits
 from thinwire.methods.strategies.leader.election import LeaderStrategy, ScoreSource
 from thinwire.registry import registered
@@ -76,8 +76,8 @@ class AsyncLeaderSGD(LeaderStrategy):
         [0.0, 2.0]
     """
 
-    period: int = 16
-    pull: float = 0.1
+    period: Annotated[int, Range("1..", "16 is usual")] = 16
+    pull: Annotated[float, Range("[0, 1]", "0.1 is usual")] = 0.1
     metric: ScoreSource = "window"
     result: Literal["leader", "mean"] = "mean"
 
@@ -92,13 +92,6 @@ class AsyncLeaderSGD(LeaderStrategy):
             lr_factor=None,  # who leads may be ahead of the others or behind
             period=self.period,
             on_resize="start",
-        )
-
-    def __post_init__(self) -> None:
-        check_ranges(
-            self,
-            period=("1..", "16 is usual"),
-            pull=("[0, 1]", "0.1 is usual"),
         )
 
     def start(self, r: Replica) -> None:
