@@ -23,7 +23,6 @@ METHOD = '''\
 # SPDX-License-Identifier: Apache-2.0
 """Average the parameters every few steps."""
 
-from functools import cached_property
 from typing import Annotated
 
 from thinwire.core.replica.replica import Replica
@@ -70,8 +69,7 @@ class NAME(Strategy):
     waits = "every `period` steps all workers wait for one all-reduce"
     limits = "workers drift apart during a period"
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
         return Traits(period=self.period, lr_factor=None)
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Average parameters with one neighbor at a time, while both compute at their own pace."""
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -81,8 +79,7 @@ class ADPSGD(Strategy):
         "ranks together"
     )
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
         return Traits(topology=self.topology, timing_dependent=True, on_resize="start")
 

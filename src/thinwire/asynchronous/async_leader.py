@@ -9,7 +9,6 @@ A worker that waits for all others (for `consensus`, `save` or at the end) is at
 it continues when every rank is at the barrier.
 """
 
-from functools import cached_property
 from typing import Annotated, Literal
 
 import torch
@@ -84,8 +83,7 @@ class AsyncLeaderSGD(LeaderStrategy):
     waits = "once a round, all wait for the steps that have begun and for the leader's parameters"
     limits = "results depend on timing; every worker takes a step between evaluations; all as many before checkpoints"
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
         return Traits(
             timing_dependent=True,

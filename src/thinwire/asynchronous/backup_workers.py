@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -85,8 +84,7 @@ class BackupWorkers(Strategy):
     waits = "every step, all wait until the first N workers are ready and their gradients are averaged"
     limits = "data of a permanently late worker are only used if they are assigned again; N gradients of n count"
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
         return Traits(
             sends_gradients=True,

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Literal
 
 import torch
@@ -71,8 +70,7 @@ class ParameterServer(Strategy):
     waits = "at every step each worker waits for all others' answers, sent while they compute; not for their steps"
     limits = "gradients are stale, by about as many updates as there are other workers; results depend on timing"
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
         return Traits(
             timing_dependent=True,

@@ -19,7 +19,8 @@ from thinwire.registry import recipe_classes
 
 TRAITS = sorted(each.name for each in fields(Traits))
 PLAIN_TRAITS = [name for name in TRAITS if name != "rounds"]
-HOOKS = sorted(name for name, what in vars(Strategy).items() if inspect.isfunction(what) and name[0] != "_")
+FUNCTIONS = {name for name, what in vars(Strategy).items() if inspect.isfunction(what) and name[0] != "_"}
+HOOKS = sorted(FUNCTIONS - {"make_traits"})
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class Codec(Recipe, ABC):
         True
     """
 
-    # You need only these three, and `traits` if the defaults of `CodecTraits` do not fit.
+    # You need only these three, and `make_traits` if the defaults of `CodecTraits` do not fit.
 
     @abstractmethod
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
@@ -128,7 +128,14 @@ class Codec(Recipe, ABC):
 
     @cached_property
     def traits(self) -> CodecTraits:
-        """The defaults describe an unbiased codec whose payload is a vector of bytes."""
+        """The result of `make_traits`."""
+        return self.make_traits()
+
+    def make_traits(self) -> CodecTraits:
+        """Return the traits; `traits` calls it once.
+
+        The defaults describe an unbiased codec whose payload is a vector of bytes.
+        """
         return CodecTraits()
 
     def check(self, size: int) -> None:
@@ -253,8 +260,7 @@ class MatrixCodec(Codec):
             share: each worker's residual is its vector minus `share` times the mean; 1 if all workers contribute.
         """
 
-    @cached_property
-    def traits(self) -> CodecTraits:
+    def make_traits(self) -> CodecTraits:
         """See `CodecTraits`."""
         return MATRIX_TRAITS
 
@@ -289,8 +295,7 @@ class CodecWrapper(Codec):
 
     codec: Codec
 
-    @cached_property
-    def traits(self) -> CodecTraits:
+    def make_traits(self) -> CodecTraits:
         """See `CodecTraits`."""
         return self.traits_around()
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Annotated
 
 from torch import Tensor
@@ -50,8 +49,7 @@ class BetweenNodes(CodecWrapper):
         if isinstance(self.codec, BetweenNodes):
             raise ConfigError(f"codec={self.codec}: nested nodes are not supported. Use its codec")
 
-    @cached_property
-    def traits(self) -> CodecTraits:
+    def make_traits(self) -> CodecTraits:
         """See `CodecTraits`."""
         return self.traits_around(
             own_mean=True,

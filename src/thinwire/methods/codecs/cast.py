@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Annotated, Literal
 
 import torch
@@ -49,8 +48,7 @@ class Fp32(_Cast):
         (torch.float32, 4000)
     """
 
-    @cached_property
-    def traits(self) -> CodecTraits:
+    def make_traits(self) -> CodecTraits:
         """See `CodecTraits`."""
         return CodecTraits(linear=True, dtype=torch.float32, takes_nan=True)
 
@@ -69,8 +67,7 @@ class Bf16(_Cast):
         1.0
     """
 
-    @cached_property
-    def traits(self) -> CodecTraits:
+    def make_traits(self) -> CodecTraits:
         """See `CodecTraits`."""
         # The all-reduce adds in bf16.
         return CodecTraits(linear=True, dtype=torch.bfloat16, rounds_sums=True, elementwise=True, takes_nan=True)
@@ -91,8 +88,7 @@ class Fp16(_Cast):
         [0.5, inf]
     """
 
-    @cached_property
-    def traits(self) -> CodecTraits:
+    def make_traits(self) -> CodecTraits:
         """See `CodecTraits`."""
         # The all-reduce adds in fp16.
         return CodecTraits(linear=True, dtype=torch.float16, rounds_sums=True, elementwise=True, takes_nan=True)
@@ -123,8 +119,7 @@ class Fp8(Codec):
     kind: Literal["e4m3", "e5m2"] = "e4m3"
     block: Annotated[int, Range("1..", "2048 is usual")] = 2048
 
-    @cached_property
-    def traits(self) -> CodecTraits:
+    def make_traits(self) -> CodecTraits:
         """See `CodecTraits`."""
         return CodecTraits(alignment=self.block, takes_nan=True)
 

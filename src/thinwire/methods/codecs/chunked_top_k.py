@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Annotated
 
 import torch
@@ -51,8 +50,7 @@ class ChunkedTopK(Codec):
     chunk: Annotated[int, Range(f"2..{_MOST_CHUNK}", "4096 is usual")] = 4096
     bits: Annotated[int, Range("1..8", "Use TopK() for values in fp32")] = 2
 
-    @cached_property
-    def traits(self) -> CodecTraits:
+    def make_traits(self) -> CodecTraits:
         """See `CodecTraits`."""
         return CodecTraits(needs_feedback=True, alignment=self.chunk, takes_nan=True)
 

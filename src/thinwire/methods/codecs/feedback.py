@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from functools import cached_property
 from itertools import pairwise
 from typing import Annotated, Literal
 
@@ -86,8 +85,7 @@ class ErrorFeedback(CodecWrapper):
                 "with more bits or smaller blocks"
             )
 
-    @cached_property
-    def traits(self) -> CodecTraits:
+    def make_traits(self) -> CodecTraits:
         """See `CodecTraits`."""
         inner = self.codec.traits
         return self.traits_around(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 from torch import Tensor
 
@@ -54,8 +53,7 @@ class Gathered(CodecWrapper):
                 "feedback"
             )
 
-    @cached_property
-    def traits(self) -> CodecTraits:
+    def make_traits(self) -> CodecTraits:
         """See `CodecTraits`."""
         # The elements of a mean of signs differ in size.
         return self.traits_around(one_round=True, sign_only=False)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from math import inf
 
 from torch import Tensor
@@ -37,8 +36,7 @@ class MajorityVote(Codec):
         ([1.0, -1.0, 1.0], 125)
     """
 
-    @cached_property
-    def traits(self) -> CodecTraits:
+    def make_traits(self) -> CodecTraits:
         """See `CodecTraits`."""
         # An element close to zero is decoded to plus or minus one, so there is no bound; a byte has 8 signs.
         return CodecTraits(sign_only=True, keeps_size=False, error_bound=inf, alignment=8, takes_nan=True)

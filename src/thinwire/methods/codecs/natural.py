@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 from torch import Tensor
 
 from thinwire.core.kernels import decode_powers, encode_powers
@@ -33,8 +31,7 @@ class Natural(Codec):
         ([4.0, -0.5, 0.0], 1125)
     """
 
-    @cached_property
-    def traits(self) -> CodecTraits:
+    def make_traits(self) -> CodecTraits:
         """See `CodecTraits`."""
         # The bound is that of Theorem 1 of the paper; a byte has 8 signs.
         return CodecTraits(error_bound=0.125, alignment=8, takes_nan=True)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Annotated
 
 import torch
@@ -49,8 +48,7 @@ class Nearest(ResidualPlanesCodec):
     bits: Annotated[int, Range("1..8", "Use Bf16() for more")] = 4
     block: int = 2048
 
-    @cached_property
-    def traits(self) -> CodecTraits:
+    def make_traits(self) -> CodecTraits:
         """See `CodecTraits`."""
         return CodecTraits(
             needs_feedback=True,

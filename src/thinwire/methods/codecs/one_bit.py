@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Literal
 
 import torch
@@ -50,8 +49,7 @@ class OneBit(ResidualPlanesCodec):
 
     bits = 1
 
-    @cached_property
-    def traits(self) -> CodecTraits:
+    def make_traits(self) -> CodecTraits:
         """See `CodecTraits`."""
         # With one scale for the whole vector, a piece needs only whole bytes of signs.
         return CodecTraits(

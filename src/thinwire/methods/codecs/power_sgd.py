@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 from itertools import groupby
 from threading import Lock
 from typing import Annotated
@@ -67,8 +66,7 @@ class PowerSGD(MatrixCodec):
     rank: Annotated[int, Range("1..", "1 to 4 are usual")] = 4
     min_ratio: Annotated[float, Range("[0, inf)", "2 is usual")] = 2.0
 
-    @cached_property
-    def traits(self) -> CodecTraits:
+    def make_traits(self) -> CodecTraits:
         """See `CodecTraits`."""
         return replace(MATRIX_TRAITS, growing=("factor/",))
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Annotated
 
 from torch import Tensor
@@ -49,8 +48,7 @@ class QSGD(PlanesCodec):
     def __post_init__(self) -> None:
         check_multiple_of_8("bucket", self.bucket, 512)
 
-    @cached_property
-    def traits(self) -> CodecTraits:
+    def make_traits(self) -> CodecTraits:
         """See `CodecTraits`."""
         levels = 2 ** (self.bits - 1) - 1
         # The bound of Lemma 3.1 of the paper.

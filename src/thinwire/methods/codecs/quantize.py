@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Annotated
 
 from torch import Tensor
@@ -53,8 +52,7 @@ class Quantize(PlanesCodec):
     dither: bool = False
     correlated: bool = False
 
-    @cached_property
-    def traits(self) -> CodecTraits:
+    def make_traits(self) -> CodecTraits:
         """See `CodecTraits`."""
         levels = 2 ** (self.bits - 1) - 1
         if self.bits == 1:  # every element becomes plus or minus the largest of its block

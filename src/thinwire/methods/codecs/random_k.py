@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from math import ceil
 from typing import Annotated
 
@@ -43,8 +42,7 @@ class RandomK(Codec):
     fraction: Annotated[float, Range("(0, 1]", "0.01 is usual")] = 0.01
     unbiased: bool = True
 
-    @cached_property
-    def traits(self) -> CodecTraits:
+    def make_traits(self) -> CodecTraits:
         """See `CodecTraits`."""
         # Payloads of equal keys can be added; the bound is the variance of the unbiased codec.
         return CodecTraits(

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
@@ -64,8 +62,7 @@ class Sketch(Codec):
                 f"{_MIN_COLUMNS_PER_ELEMENT * max(self.kept, 1)} columns"
             )
 
-    @cached_property
-    def traits(self) -> CodecTraits:
+    def make_traits(self) -> CodecTraits:
         """See `CodecTraits`."""
         # Tables of equal keys can be added, and the decoded elements depend on the sum.
         return CodecTraits(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Annotated
 
 from torch import Tensor
@@ -45,8 +44,7 @@ class TernGrad(PlanesCodec):
 
     bits = 2
 
-    @cached_property
-    def traits(self) -> CodecTraits:
+    def make_traits(self) -> CodecTraits:
         """See `CodecTraits`."""
         # The bound is for a block of one large element and many small ones.
         return CodecTraits(error_bound=self.block**0.5 / 2, alignment=self.block, takes_nan=True)

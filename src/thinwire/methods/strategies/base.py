@@ -121,11 +121,9 @@ class Traits:
         A strategy declares what differs from the defaults:
 
         >>> from dataclasses import dataclass
-        >>> from functools import cached_property
         >>> @dataclass(frozen=True)
         ... class Halving(thinwire.Strategy):
-        ...     @cached_property
-        ...     def traits(self):
+        ...     def make_traits(self):
         ...         return thinwire.Traits(reads_gradient=True)
         ...     def before_step(self, r):
         ...         r.g.mul_(0.5)
@@ -205,8 +203,7 @@ class Strategy(Recipe, ABC):
         paper: the source of the method.
         waits: which workers wait for each other, and when.
         limits: the method's assumptions, and when not to use it.
-        traits: the properties that other packages read; see `Traits`. To change the defaults, override it with a
-            `cached_property`.
+        traits: the properties that other packages read; see `Traits`. To change the defaults, override `make_traits`.
 
     Example:
         A strategy that averages the parameters after every second step:
@@ -238,10 +235,13 @@ class Strategy(Recipe, ABC):
 
     @cached_property
     def traits(self) -> Traits:
-        """The defaults describe a strategy that averages parameters in its hooks.
+        """The result of `make_traits`."""
+        return self.make_traits()
 
-        An override that changes those of its base class calls `Base.traits.func(self)`. With `super().traits` the base
-        class would store its own, which another thread could read meanwhile.
+    def make_traits(self) -> Traits:
+        """Return the traits; `traits` calls it once.
+
+        The defaults describe a strategy that averages parameters in its hooks.
         """
         return Traits()
 

@@ -158,7 +158,7 @@ def _check_traits(recipe: Strategy | Codec, kind: type[Traits | CodecTraits]) ->
         if isinstance(value, bool | int | float | str | tuple | torch.dtype):
             raise ConfigError(
                 f"{type(recipe).__name__} has the class attribute {name}={value!r}. Traits are read from `traits` "
-                f"only. Return thinwire.{kind.__name__}({name}={value!r}) from a cached_property `traits`."
+                f"only. Return thinwire.{kind.__name__}({name}={value!r}) from `make_traits`."
             )
 
 

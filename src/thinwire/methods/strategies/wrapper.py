@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import cached_property, wraps
+from functools import wraps
 from typing import Any, Literal
 
 from torch import Tensor
@@ -95,8 +95,7 @@ class Wrapper(Strategy):
 
     base: Strategy
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """The base's traits, except those that describe one class only."""
         plain, rounds = Traits(), self.base.traits.rounds
         # A class that postpones reads `Replica.postponed` itself. The weight is in the base's state.

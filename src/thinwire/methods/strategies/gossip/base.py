@@ -4,7 +4,6 @@
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch.optim import Optimizer
 
@@ -32,8 +31,7 @@ class DecentralisedMomentum(Strategy):
     topology: Topology
     momentum: Momentum
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
         # Each worker mixes before its step ends, and nothing is in flight after it.
         rounds = Rounds(estimates=True)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gossip with compressed messages: neighbors keep copies, and workers send compressed changes to these."""
 
-from functools import cached_property
 from typing import Annotated
 
 import torch
@@ -77,8 +76,7 @@ class Choco(Strategy):
         "tune the step size: coarse codecs need a small one; workers hold different parameters between averages of all"
     )
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
         return Traits(topology=self.topology, on_resize="start", feeds_back=True)
 

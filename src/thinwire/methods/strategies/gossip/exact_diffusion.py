@@ -3,7 +3,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
 
 import torch
 
@@ -67,10 +66,9 @@ class ExactDiffusion(DecentralisedMomentum):
     waits = "at every step each worker waits for its neighbors of that step"
     limits = "directed and changing graphs of many workers are unstable; workers agree half as fast as the graph allows"
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
-        return replace(DecentralisedMomentum.traits.func(self), lr_factor=1.0)  # the momentum is an average
+        return replace(super().make_traits(), lr_factor=1.0)  # the momentum is an average
 
     @property
     def differences(self) -> Callable[[float], Disagreement]:

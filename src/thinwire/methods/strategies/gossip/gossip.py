@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Average parameters with a few neighbors at every step."""
 
-from functools import cached_property
 from typing import Literal
 
 from torch.optim import Optimizer
@@ -63,8 +62,7 @@ class Gossip(Strategy):
     waits = "at every step each worker waits for its neighbors of that step"
     limits = "workers hold different parameters between averages of all; evaluate at consensus"
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
         # In the order "while", messages in flight are still to be mixed in.
         rounds = Rounds(estimates=self.order == "after")

@@ -2,7 +2,6 @@
 """Outer steps with momentum, for which each worker communicates with one partner instead of all workers."""
 
 from collections.abc import Callable
-from functools import cached_property
 from typing import Annotated
 
 import torch
@@ -76,8 +75,7 @@ class NoLoCo(Strategy):
     waits = "every `period` steps each worker waits for its partner of that round"
     limits = "workers hold different parameters; evaluate at consensus"
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
         return Traits(
             period=self.period,

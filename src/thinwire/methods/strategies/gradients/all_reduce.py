@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Average gradients at every step."""
 
-from functools import cached_property
-
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -55,8 +53,7 @@ class AllReduce(Strategy):
     waits = "every step, all wait for the slowest worker and for the transfer of the whole gradient"
     limits = "on a slow link the step takes as long as the transfer"
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
         return Traits(
             sends_gradients=True,

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from math import inf
 
 import torch
@@ -94,8 +93,7 @@ class DQSGD(Strategy):
     waits = "every step, all wait for the slowest worker and for the transfer of the codes, twice"
     limits = "rules plan for a known number of steps; codes of two bits are noisy and need small learning rates"
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
         return Traits(
             sends_gradients=True,

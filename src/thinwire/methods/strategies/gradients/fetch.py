@@ -3,7 +3,6 @@
 
 import math
 import warnings
-from functools import cached_property
 from typing import Annotated
 
 import torch
@@ -91,8 +90,7 @@ class FetchSGD(SketchedUpdates):
     waits = "every step, after the backward pass, all workers wait for the slowest one and for the transfer of a sketch"
     limits = "needs plain SGD; as published it loses gradients that share cells of the sketch with an applied update"
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
         return Traits(
             reads_gradient=True,

@@ -2,7 +2,6 @@
 """Average gradients during a warm-up, then momenta in one bit per entry."""
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Annotated
 
 import torch
@@ -99,8 +98,7 @@ class CompressedMomentum(Strategy):
     )
     limits = "needs OneBitLamb or OneBitAdam, and a warm-up long enough for a stable variance"
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
         return Traits(
             sends_gradients=True,

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sketched SGD: sum count sketches of the residuals, then the exact values of the largest entries."""
 
-from functools import cached_property
 from typing import Annotated, Literal
 
 import torch
@@ -91,8 +90,7 @@ class SketchedSGD(SketchedUpdates):
     waits = "every step, after the backward pass, all wait for the slowest worker and for two small sums"
     limits = "needs plain SGD; updates are sparse, so residuals become stale; on few workers top-k sends less"
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
         return Traits(
             reads_gradient=True,

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """0/1 Adam: average gradients and compressed momenta at fewer and fewer steps, with local steps in between."""
 
-from functools import cached_property
 from typing import Annotated
 
 from torch import Tensor
@@ -74,8 +73,7 @@ class ZeroOne(Strategy):
     waits = "at every synchronisation, all workers wait for the slowest one and for two transfers of compressed momenta"
     limits = "needs ZeroOneAdam; the workers' gradients must be similar enough for a few local steps"
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
         return Traits(
             sends_gradients=True,

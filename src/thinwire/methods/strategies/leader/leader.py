@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train locally, and pull every worker towards the best one once per period."""
 
-from functools import cached_property
 from typing import Annotated, Literal
 
 from thinwire.core.replica.replica import Replica
@@ -61,8 +60,7 @@ class LeaderSGD(LeaderStrategy):
     waits = "every `period` steps, all wait for the slowest and for the leader's parameters"
     limits = "workers need similar data: the one with the easiest data would always lead"
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
         return Traits(period=self.period, reads_loss=not isinstance(self.metric, ScoreFunction))
 

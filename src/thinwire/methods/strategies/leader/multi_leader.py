@@ -2,7 +2,6 @@
 """Train locally, and pull workers towards the best one of their node, and less often the best of all."""
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Annotated, Literal
 
 import torch
@@ -80,8 +79,7 @@ class MultiLeaderSGD(LeaderStrategy):
     metric: ScoreSource = "window"
     result: Literal["leader", "mean"] = "mean"
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
         return Traits(
             inelastic="its nodes are neighboring ranks, whose numbers change when one is lost. Use LeaderSGD()",

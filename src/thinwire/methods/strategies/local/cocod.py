@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Average the parameters at the start of a round while the round computes, then add each worker's own steps."""
 
-from functools import cached_property
 from typing import Annotated
 
 import torch
@@ -72,8 +71,7 @@ class CoCoD(Strategy):
     )
     limits = "differences between workers are not damped; if their data differ, use OverlapLocalSGD"
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
         return Traits(
             period=self.period,

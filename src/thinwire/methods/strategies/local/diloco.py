@@ -3,7 +3,6 @@
 
 from collections.abc import MutableMapping
 from dataclasses import replace
-from functools import cached_property
 from itertools import pairwise
 from typing import Annotated, Literal
 
@@ -147,10 +146,9 @@ class DiLoCo(OuterStep):
         "is the optimizer's times lr / (1 - momentum); without mixing the steps of the delay are lost"
     )
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
-        found = OuterStep.traits.func(self)
+        found = super().make_traits()
         return replace(
             found,
             rounds=replace(

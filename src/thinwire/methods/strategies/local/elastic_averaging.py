@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pull every worker and a common centre towards each other."""
 
-from functools import cached_property
 from math import inf
 from typing import Annotated
 
@@ -87,8 +86,7 @@ class EASGD(Strategy):
     )
     limits = "workers in different basins keep each other, and the centre, away from either minimum"
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
         return Traits(
             period=self.period, on_resize="restart" if tracks(self.codec) else "keep", lr_factor=self._lr_factor()

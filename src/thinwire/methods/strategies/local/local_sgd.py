@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Average parameters every few steps, or never."""
 
-from functools import cached_property
 from typing import Annotated, Literal
 
 import torch
@@ -73,8 +72,7 @@ class Local(Strategy):
     paper = "one-shot averaging: Zinkevich et al., NeurIPS 2010"
     limits = "workers diverge, because they are never averaged"
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
         return Traits(rounds=Rounds(local=True, estimates=True))
 
@@ -144,8 +142,7 @@ class LocalSGD(Strategy):
     )
     limits = "workers drift further apart the longer the period is and the more their data differ"
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
         return Traits(
             period=self.period,

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sum gradients over a round of short local steps, then take one step along their mean over workers."""
 
-from functools import cached_property
 from typing import Annotated
 
 import torch
@@ -78,8 +77,7 @@ class MinibatchLocalSGD(Strategy):
     )
     limits = "plain SGD only; tune the learning rate together with `inner`, since small values take few long steps"
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
         return Traits(
             reads_gradient=True,

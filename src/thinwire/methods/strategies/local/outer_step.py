@@ -6,7 +6,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -107,10 +106,9 @@ class OuterStep(Wrapper):
         "every `period` steps all wait for the slowest and for the all-reduce of the parameters; otherwise as its base"
     )
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
-        found, own = Wrapper.traits.func(self), (self.period,) if self.exact else ()
+        found, own = super().make_traits(), (self.period,) if self.exact else ()
         rounds = replace(found.rounds, ends=(*own, *found.rounds.ends), postpones=True)
         return replace(found, period=self.period, rounds=rounds)
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Average parameters while the next round computes, and pull the workers towards a common anchor."""
 
-from functools import cached_property
 from typing import Annotated
 
 import torch
@@ -100,8 +99,7 @@ class OverlapLocalSGD(Strategy):
     waits = "`delay` steps after each all-reduce was launched, all workers wait until it has ended"
     limits = "averages are `delay` steps old, so each step is partly undone: raise the learning rate"
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
         return Traits(
             period=self.period,

@@ -3,7 +3,6 @@
 
 from collections.abc import MutableMapping
 from dataclasses import replace
-from functools import cached_property
 from typing import Annotated, Literal
 
 import torch
@@ -73,10 +72,9 @@ class SlowMo(OuterStep):
         "optimizer's times lr / (1 - momentum), so lower one of them"
     )
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
-        found = OuterStep.traits.func(self)
+        found = super().make_traits()
         return replace(
             found,
             rounds=replace(found.rounds, optimizer_state=self.buffers),

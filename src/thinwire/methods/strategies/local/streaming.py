@@ -3,7 +3,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -62,10 +61,9 @@ class Streaming(Wrapper):
     waits = "as its base, for one fragment at a time"
     limits = "each message pays the latency of the link; the whole model is never averaged at one step"
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
-        found = Wrapper.traits.func(self)
+        found = super().make_traits()
         # Each fragment is averaged at its own steps, with its own weight.
         local = found.rounds.local and found.rounds.ends == (found.period,)
         rounds = replace(found.rounds, ends=(), local=local, weight="", fragments=self.fragments)

@@ -2,7 +2,6 @@
 """Send shares of the parameters along a directed graph, and add received shares as soon as they arrive."""
 
 from collections.abc import Iterator
-from functools import cached_property
 from typing import Annotated
 
 from torch import Tensor
@@ -72,8 +71,7 @@ class EagerPushSum(MassStrategy):
         "ranks together"
     )
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
         return Traits(topology=self.topology, timing_dependent=True, on_resize="start")
 

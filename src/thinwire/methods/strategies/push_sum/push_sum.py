@@ -4,7 +4,6 @@
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated
 
 from torch import Tensor
@@ -148,8 +147,7 @@ class PushSum(MassStrategy):
     waits = "at every step each worker waits for the messages that its neighbors sent `staleness` steps before"
     limits = "workers hold different parameters between averages of all; evaluate at consensus"
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
         # Whether weights stay one depends on the graph, which `estimates` of outer_step.py checks.
         rounds = Rounds(estimates=not self.staleness)

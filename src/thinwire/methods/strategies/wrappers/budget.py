@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from math import lcm
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -113,10 +112,9 @@ class Budget(Wrapper):
     waits = "as its base"
     limits = "bytes are only spent when the base sends; shorter periods spend them more evenly"
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
-        found = Wrapper.traits.func(self)
+        found = super().make_traits()
         return replace(
             found,
             timing_dependent=self.base.traits.timing_dependent or not self.per_step,

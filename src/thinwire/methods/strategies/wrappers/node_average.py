@@ -2,7 +2,6 @@
 """Average within each node between the averages over all workers."""
 
 from dataclasses import replace
-from functools import cached_property
 from typing import Annotated
 
 import torch
@@ -65,10 +64,9 @@ class NodeAverage(Wrapper):
     waits = "as its base; every `period` steps the workers of a node also wait for its slowest one"
     limits = "useful if links within a node are faster than those between nodes"
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
-        found = Wrapper.traits.func(self)
+        found = super().make_traits()
         return replace(
             found,
             period=self.period,

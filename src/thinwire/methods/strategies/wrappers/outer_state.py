@@ -3,7 +3,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -48,11 +47,10 @@ class Sharded(Placed):
 
     paper = "Rajbhandari et al., ZeRO, SC 2020, arXiv:1910.02054"
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
         return replace(
-            Placed.traits.func(self),
+            super().make_traits(),
             inelastic="a lost worker's part of the outer state is lost. Use its base, or Offloaded()",
         )
 

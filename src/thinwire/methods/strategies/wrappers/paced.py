@@ -2,7 +2,6 @@
 """Let every worker take as many steps of a round as its speed allows."""
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -94,10 +93,9 @@ class Paced(Wrapper):
     waits = "at the end of a round, which all reach at about the same time, all wait for each other"
     limits = "data of slow workers have less weight; evaluate and save between rounds only"
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
-        found = Wrapper.traits.func(self)
+        found = super().make_traits()
         return replace(
             found,
             rounds=replace(found.rounds, local=False),

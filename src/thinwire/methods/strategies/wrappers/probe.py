@@ -3,7 +3,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Annotated
 
 import torch
@@ -82,10 +81,9 @@ class Probe(Wrapper):
         "estimates are meaningful"
     )
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
-        found = Wrapper.traits.func(self)
+        found = super().make_traits()
         return replace(
             found,
             # An average within nodes would look like a step of this worker.
