@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -67,7 +67,7 @@ def _with(codec: Codec, name: str, value: float | None) -> Codec | None:
         if isinstance(codec, CodecWrapper):
             changed = _with(codec.codec, name, value)
             return None if changed is None else replace(made, codec=changed)
-        if name not in {each.name for each in fields(made)}:
+        if name not in getattr(made, "__dataclass_fields__", ()):
             return None
         return codec if value is None else replace(made, **{name: value})
     except ConfigError:
