@@ -37,24 +37,23 @@ def test_types_are_checked_first_and_then_ranges(given: dict[str, Any], words: s
         Delayed(**given)
 
 
-def ranges() -> list[tuple[type, str, str]]:
-    """Each class, field and range of the registered classes."""
-    found: list[tuple[type, str, str]] = []
+def ranges() -> list[tuple[type, str, Any, str]]:
+    """Each class, field, type and range of the registered classes."""
+    found: list[tuple[type, str, Any, str]] = []
     for kind in recipe_classes().values():
         hints = get_type_hints(kind, include_extras=True)
-        for field in fields(kind):  # type: ignore[arg-type]
-            found += [
-                (kind, field.name, each.within) for each in get_args(hints[field.name]) if isinstance(each, Range)
-            ]
+        for name in (field.name for field in fields(kind)):  # type: ignore[arg-type]
+            hint, *others = get_args(hints[name]) or (hints[name],)
+            found += [(kind, name, hint, each.within) for each in others if isinstance(each, Range)]
     return found
 
 
 def test_every_hyperparameter_is_refused_below_its_range() -> None:
     assert len(ranges()) > 70
-    for kind, name, within in ranges():
+    for kind, name, hint, within in ranges():
         text = within.format_map(vars(kind()))
-        whole = ".." in text
-        least = int(text.partition("..")[0]) if whole else float(text[1:].partition(",")[0])
-        for value in (least - 1, float("nan")) if not whole else (least - 1,):
+        least = float(text.partition("..")[0] if ".." in text else text[1:].partition(",")[0])
+        wrong = [least - 1, float("nan")] if hint in (float, float | None) else [int(least) - 1]
+        for value in wrong:
             with pytest.raises(ConfigError, match=rf"^{name}={value}: must "):
                 kind(**{name: value})

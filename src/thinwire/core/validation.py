@@ -37,11 +37,11 @@ class Range(NamedTuple):
 
 
 @cache  # resolving annotations compiles their text
-def _annotations(kind: type) -> dict[str, tuple[Any, Range | None]]:
-    """Return the type of each field, and its range if it has one."""
-    hints, full = get_type_hints(kind), get_type_hints(kind, include_extras=True)
-    ranges = {name: [each for each in get_args(hint) if isinstance(each, Range)] for name, hint in full.items()}
-    return {name: (hint, ranges[name][0] if ranges[name] else None) for name, hint in hints.items()}
+def _annotations(kind: type) -> tuple[dict[str, Any], list[tuple[str, Range]]]:
+    """Return the type of each field, and the ranges; those that name other fields come last."""
+    full = get_type_hints(kind, include_extras=True)
+    ranges = [(name, each) for name, hint in full.items() for each in get_args(hint) if isinstance(each, Range)]
+    return get_type_hints(kind), sorted(ranges, key=lambda found: "{" in found[1].within)
 
 
 def check_fields(recipe: Any) -> None:
@@ -50,16 +50,15 @@ def check_fields(recipe: Any) -> None:
     Raises:
         ConfigError: with the first wrong field, its value, and the expected type or range.
     """
-    name, annotations = type(recipe).__name__, _annotations(type(recipe))
+    name, (hints, ranges) = type(recipe).__name__, _annotations(type(recipe))
     for field in fields(recipe):
-        value, (hint, _) = getattr(recipe, field.name), annotations[field.name]
+        value, hint = getattr(recipe, field.name), hints[field.name]
         if not _fits(value, hint):
             fix = f". Write {value.__name__}()" if isinstance(value, type) else ""
             raise ConfigError(f"{name}({field.name}={value!r}): {field.name} must be {_describe(hint)}{fix}")
-    for field in fields(recipe):
-        if (limits := annotations[field.name][1]) is not None:
-            within, fix = (text.format_map(vars(recipe)) for text in limits)
-            check_range(field.name, getattr(recipe, field.name), within, fix)
+    for name, limits in ranges:
+        within, fix = (text.format_map(vars(recipe)) for text in limits)
+        check_range(name, getattr(recipe, name), within, fix)
 
 
 def check_number(name: str, value: object, *, whole: bool = False) -> None:

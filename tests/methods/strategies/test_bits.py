@@ -224,7 +224,7 @@ test_rules_that_cannot_work_are_refused = refusals(
         (lambda: BitBudget(9.0), r"bits=9.0: must lie in \[2, 8\]"),
         (lambda: BitBudget(4.0, 0), "steps=0: must be at least 1"),
         (lambda: BitBudget(decay=0.0), r"decay=0.0: must lie in \(0, 1\]"),
-        (lambda: BitBudget(least=6, most=4), r"least=6: must lie in 2\.\.4"),
+        (lambda: BitBudget(least=6, most=4), r"most=4: must lie in 6\.\.8"),
         (lambda: ErrorBound(0.0), "error=0.0: must be positive and finite"),
         (lambda: ErrorBound(smoothness=1.0, strong_convexity=2.0), r"strong_convexity=2.0: must lie in \[0, 1.0\]"),
         (lambda: ErrorBound(most=16), "most=16"),

@@ -11,7 +11,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from thinwire.core.validation import Range
+from thinwire.core.validation import Range, check_range
 from thinwire.methods.strategies.gradients.bits import (
     LEAST,
     MOST,
@@ -110,7 +110,7 @@ class _Rule:
 
 
 Steps = Annotated[int, Range("1..", "Give the number of optimizer steps of the run")]
-Least = Annotated[int, Range(f"{LEAST}..{{most}}", f"{LEAST} is usual")]
+Least = Annotated[int, Range(f"{LEAST}..{MOST}", f"{LEAST} is usual")]
 Most = Annotated[int, Range(f"{{least}}..{MOST}", f"{MOST} is usual")]
 
 
@@ -247,11 +247,14 @@ class BitBudget(_Rule):
         most: the most bits per entry, at most 8.
     """
 
-    bits: Annotated[float, Range("[{least}, {most}]", "4.0 is usual")] = 4.0
+    bits: float = 4.0
     steps: Steps = 1000
     decay: Annotated[float, Range("(0, 1]", "Use 1 for non-convex functions")] = 1.0
     least: Least = LEAST
     most: Most = MOST
+
+    def __post_init__(self) -> None:
+        check_range("bits", self.bits, f"[{self.least}, {self.most}]", "4.0 is usual")
 
     def choose(self, ledger: BitLedger, step: Step) -> list[int]:
         """Return the number of bits for each part of the gradient."""
