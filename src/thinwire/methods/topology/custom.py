@@ -12,7 +12,6 @@ from thinwire.methods.topology.base import Peers, Topology, Weights, weighted
 from thinwire.registry import registered
 
 Pair = tuple[int, int]
-_RULES = ("metropolis", "push-sum", "uniform")
 
 
 class NetworkxGraph(Protocol):
