@@ -206,9 +206,8 @@ class FreezingOptimizer(ClosureOptimizer):
 
     # -- for subclasses ------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def on_init_state(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
-        """Add the subclass's own state of a parameter."""
+        """Add the subclass's own state of a parameter; none by default."""
 
     @abstractmethod
     def on_freeze(self, groups: Sequence[tuple[Group, list[dict[str, Tensor]]]]) -> None:
@@ -278,9 +277,6 @@ class FreezingAdam(FreezingOptimizer):
         check_adaptive(lr, betas, eps, weight_decay)
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**settings, **self.group_defaults})
-
-    def on_init_state(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
-        """Add nothing to the moments."""
 
     def on_freeze(self, groups: Sequence[tuple[Group, list[dict[str, Tensor]]]]) -> None:
         """Set all coefficients to 1: momenta are sent unchanged."""

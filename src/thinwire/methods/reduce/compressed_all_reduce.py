@@ -137,19 +137,14 @@ def mean_from_residual(
     cuts, dtype = server_pieces(comm, x, codec), residual_dtype(codec, x)
     residual = residual_of(state, x, dtype=dtype)
     server_residual = None if serve else server_residual_of(state, x, cuts[comm.rank], 0, count, dtype)
-    if comm.rank in comm.silent:
-        # A rank that just joined contributes nothing: with its residual this is zero.
-        def source(part: slice) -> Tensor:
+    silent = comm.rank in comm.silent
+
+    def source(part: slice) -> Tensor:
+        if silent:
+            # A rank that just joined contributes nothing: with its residual this is zero.
             return as_fp32(residual[part]).neg()
-    elif minus is None:
-
-        def source(part: slice) -> Tensor:
-            return x[part] if x.dtype == torch.float32 else as_fp32(x[part])
-    else:
-
-        def source(part: slice) -> Tensor:
-            difference = x[part].to(minus.dtype) - minus[part].to(x.device)
-            return difference if difference.dtype == torch.float32 else as_fp32(difference)
+        found = x[part] if minus is None else x[part].to(minus.dtype) - minus[part].to(x.device)
+        return found if found.dtype == torch.float32 else as_fp32(found)
 
     keys = StageKeys.of(key, comm.rank, comm.size)
     parts = _InParts(inner, source, residual, server_residual, serve, into, cuts, comm.rank, keys, count)
