@@ -109,6 +109,8 @@ MADE_OF = {
     ("methods.strategies.wrappers.budget", "methods.strategies.gradients.all_reduce"),
     # The probe sees deviations from a mean of gradients, or from one of parameters.
     ("methods.strategies.wrappers.probe", "methods.strategies.gradients.all_reduce"),
+    # The same mass, pushed without a schedule.
+    ("methods.strategies.push_sum.eager_push_sum", "methods.strategies.push_sum.push_sum"),
 }
 MOST_LOOSE_FILES = 3
 TALKERS = {

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
@@ -201,6 +202,10 @@ class SketchedUpdates(Strategy):
                 f"{type(optimizer).__name__} under {name}: it must apply {name}'s update unchanged. Use "
                 f"torch.optim.SGD without momentum, and {name}(momentum=0.9)"
             )
+
+    @abstractmethod
+    def before_step(self, r: Replica) -> None:
+        """Compute the common update, and write it into the gradient."""
 
     def zeros(self, r: Replica) -> Tensor:
         """Return a vector for sums of many small gradients, in fp32 at least."""

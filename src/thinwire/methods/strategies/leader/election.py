@@ -9,6 +9,7 @@ others, and workers without a score after these.
 from __future__ import annotations
 
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
@@ -210,6 +211,10 @@ class LeaderStrategy(Strategy):
             r.state["losses"] = r.x.new_zeros(self.period if self.metric == "window" else 1, dtype=torch.float32)
             r.state["num_losses"] = torch.zeros((), dtype=torch.int64, device="cpu")
         r.state["rounds_without_leader"] = torch.zeros((), dtype=torch.int64, device="cpu")
+
+    @abstractmethod
+    def after_step(self, r: Replica) -> None:
+        """Record the loss, and follow the leader if it is time for an election."""
 
     def record_loss(self, r: Replica) -> None:
         """Record this step's loss from `worker.record_batch`, if any, without waiting for the device."""

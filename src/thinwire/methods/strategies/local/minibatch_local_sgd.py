@@ -14,7 +14,6 @@ from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, check_differences, draw_key, sends_all
 from thinwire.methods.reduce.compressed_all_reduce import compressed_mean_, mean_
 from thinwire.methods.strategies.base import At, Strategy, Traits
-from thinwire.methods.strategies.local.local_sgd import Period
 from thinwire.registry import registered
 
 
@@ -66,7 +65,7 @@ class MinibatchLocalSGD(Strategy):
         [[0.0, -1.0, -1.0, -2.0], [0.0, -1.0, -1.0, -2.0]]
     """
 
-    period: Period = 8
+    period: Annotated[int, Range("1..", "Use AllReduce() to communicate at every step")] = 8
     inner: Annotated[float, Range("[0, inf)", "0 is minibatch, 1 is Local SGD")] = 0.5
     codec: Codec | None = None
 
