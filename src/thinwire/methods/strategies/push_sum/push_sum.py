@@ -64,8 +64,6 @@ class MassStrategy(Strategy):
 
     def after_step(self, r: Replica) -> None:
         """Apply the update to the mass, exchange shares, and de-bias."""
-        if r.comm.size == 1:
-            return
         if self.weightless(r.comm.size):
             self.push_(r, r.x)
             return
