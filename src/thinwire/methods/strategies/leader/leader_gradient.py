@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Add a pull towards the best worker to every gradient."""
 
-from functools import cached_property
 from typing import Annotated
 
 import torch
@@ -55,8 +54,7 @@ class LeaderGradientDescent(LeaderStrategy):
     waits = "every step, all wait for the slowest worker and for the leader's parameters"
     limits = "communicates at every step; LeaderSGD communicates once per period"
 
-    @cached_property
-    def traits(self) -> Traits:
+    def make_traits(self) -> Traits:
         """See `Traits`."""
         return Traits(reads_loss=True)
 
