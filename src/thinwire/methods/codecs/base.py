@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels import as_fp32, join, quantized_nbytes
+from thinwire.core.kernels import as_fp32, join
 from thinwire.errors import ConfigError
 from thinwire.registry import Recipe
 
@@ -515,7 +515,7 @@ class PlanesCodec(Codec):
 
     def nbytes(self, n: int) -> int:
         """Return `bits` per element, in whole bytes, and 4 bytes per scale."""
-        return quantized_nbytes(n, self.bits, self.span(n))
+        return 4 * -(-n // self.span(n)) + self.bits * -(-n // 8)
 
 
 class ResidualPlanesCodec(PlanesCodec):
