@@ -103,8 +103,6 @@ MADE_OF = {
     ("methods.strategies.wrappers.node_average", "methods.strategies.local.local_sgd"),
     ("methods.strategies.wrappers.paced", "methods.strategies.local.local_sgd"),
     ("methods.strategies.wrappers.budget", "methods.strategies.local.local_sgd"),
-    # The same method, with rounds that are counted together.
-    ("asynchronous.async_leader", "methods.strategies.leader.leader"),
     # Budgets of gradients, and of parameters.
     ("methods.strategies.wrappers.budget", "methods.strategies.gradients.all_reduce"),
     # The probe sees deviations from a mean of gradients, or from one of parameters.

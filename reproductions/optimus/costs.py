@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Literal
 
-from thinwire.core.validation import check_field_types
+from thinwire.core.validation import check_fields
 from thinwire.errors import ConfigError
 
 Direction = Literal["forward", "backward", "both"]
@@ -43,7 +43,7 @@ class Layer:
 
     def __post_init__(self) -> None:
         """Check the kinds and the ranges."""
-        check_field_types(self)
+        check_fields(self)
         if min(self.tokens, self.hidden, self.rows, self.columns) < 1 or self.inner < 0:
             raise ConfigError(f"{self}: tokens, hidden, rows and columns must be at least 1, and inner not negative")
 

@@ -549,7 +549,8 @@ class ResidualPlanesCodec(PlanesCodec):
     def join_parts(self, payloads: Sequence[Tensor], cuts: Sequence[slice]) -> Tensor:
         """Join the scales, and each plane, of parts of whole blocks."""
         parts = [self._planes(payload, cut.stop - cut.start) for payload, cut in zip(payloads, cuts, strict=True)]
-        return join([*(scales for scales, _ in parts), *(row[bit] for bit in range(self.bits) for _, row in parts)])
+        rows = (row[bit] for bit in range(self.bits) for _, row in parts)
+        return torch.cat([*(scales for scales, _ in parts), *rows])
 
     def _split(self, payload: Tensor, n: int, cuts: Sequence[slice]) -> list[Tensor]:
         """Split a payload into those of pieces, which start at multiples of 8.
