@@ -90,7 +90,7 @@ def seal_each(payloads: list[Tensor], header: Header) -> list[Tensor]:
         fronts = [_front(header, payloads[0])] * len(payloads)
     messages = list[Tensor]()
     for front in fronts:
-        messages.append(join([front, payloads.pop(0)]))
+        messages.append(torch.cat([front, payloads.pop(0)]))
     return messages
 
 
