@@ -42,7 +42,7 @@ RECIPES: list[tuple[str, float]] = [
     ("CoCoD(period=4)", 1.0),
     ("EASGD(period=4, pull=0.3)", 0.9 / 1.2),
     ("EASGD(period=4, centre_pull=0.5, pull=0.3, momentum=0.6)", 0.5 / 0.8 / 0.4),
-    ("EASGD(period=5, centre_pull=0.5, pull=0.2, codec=ErrorFeedback(Fp32()))", 0.5 / 0.7),
+    ("EASGD(period=4, centre_pull=0.5, pull=0.2, codec=ErrorFeedback(Fp32()))", 0.5 / 0.7),
     ("SlowMo(period=4, momentum=0.0)", 1.0),
     ("SlowMo(period=4, momentum=0.5)", 2.0),
     ("SlowMo(period=4, momentum=0.8, lr=0.7)", 3.5),
