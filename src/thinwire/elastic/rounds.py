@@ -51,6 +51,7 @@ from thinwire.worker.state import WorkerState
 T = TypeVar("T")
 _LOGGER = logging.getLogger("thinwire")
 _LOST = (PeerLostError, CommTimeoutError)
+_ENDED_SECONDS = 1.0
 
 
 @dataclass
@@ -809,7 +810,10 @@ class Elastic:
         failed = sys.exc_info()[1] or getattr(sys, "last_value", None)
         if self._ranks is None or not isinstance(failed, RuntimeError) or self._membership.has_left:
             return
-        if self._membership.has_lost_rank():
+        end = time.monotonic() + _ENDED_SECONDS
+        while not (lost := self._membership.has_lost_rank()) and time.monotonic() < end:
+            time.sleep(0.02)  # a process closes its connections before it has ended
+        if lost:
             _LOGGER.error("%s", self._ranks.in_words(first_sentence(failed)))
 
     def _disconnect(self) -> None:
