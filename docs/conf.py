@@ -30,7 +30,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(?!thinwire\.).*"),
     (
         r"py:class",
-        r"thinwire\..*\.([TU]|Batch|Built|Chosen|Elastic(?:Worker|Options)?|Fleet|Followers|Logger|Mapped|ModelArray|Network|Parts|Policy|Progress|"
+        r"thinwire\..*\.([TU]|Array|Batch|Built|Chosen|Elastic(?:Worker|Options)?|Fleet|Followers|Logger|Mapped|ModelArray|Network|Parts|Policy|Progress|"
         r"Segment|Switched)",
     ),
     (r"py:class", r"thinwire\.coreset\.similarity\.SparseMatrix"),  # a union of SciPy's and torch's types

@@ -85,7 +85,7 @@ def attach(
         model: already on its device. Frozen parameters are compared and sent once, from rank 0. An array of models
             (`fuse`) trains each of its models as if that model were attached alone.
         optimizer: any torch optimizer over parameters of `model`; parameters that it does not hold are not trained. For
-            an array, one of `thinwire.arrays.fusion`.
+            an array, one of its package, such as `fusion.Adam`.
         strategy: the recipe, as an object or as text, such as "SlowMo(base=PushSum(), period=48)" (see `parse`); or
             "auto", which measures the links between the ranks and takes what `thinwire plan` would recommend: rank 0
             logs why, and `worker.strategy` says which it is. A training step's time is not known here: it is read on
